@@ -1,0 +1,1 @@
+"""Configuration: one dataclass per concern, rules across them in checks.py."""
