@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import List, Literal, Optional
+
+from megatron_fbt.config.rules import Rules, Section
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section):
     """Architecture of one Full-Bandwidth Transformer (decoder-only, RMSNorm, RoPE, SwiGLU, no biases)."""
 
     num_layers: int = 4
@@ -58,3 +60,29 @@ class ModelConfig:
     def ffn_size(self) -> int:
         """Inner width of the MLP."""
         return self.ffn_hidden_size or math.ceil(8 * self.hidden_size / 3 / 64) * 64
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("model", self)
+        rules.integers("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+        rules.integers("kv_channels", "vocab_size", "make_vocab_size_divisible_by")
+        rules.numbers("layernorm_epsilon", "rotary_base", "init_method_std", above=True)
+        rules.numbers("attention_dropout", "hidden_dropout", high=1.0, below=True)
+        if rules.usable("num_attention_heads", "num_query_groups"):
+            groups, heads = self.query_groups, self.num_attention_heads
+            why = f"model.num_attention_heads = {heads} is not a multiple of it"
+            rules.require(heads % groups == 0, "num_query_groups", why, f"give a divisor of {heads}")
+        if rules.usable("hidden_size", "num_attention_heads", "kv_channels"):
+            self._head_size_rules(rules)
+        return rules.problems
+
+    def _head_size_rules(self, rules: Rules) -> None:
+        """A head has a whole, even size: the rotary embedding turns pairs of channels."""
+        if self.kv_channels is not None:
+            remedy = "give an even number"
+            rules.require(self.kv_channels % 2 == 0, "kv_channels", "odd; the rotary embedding needs pairs", remedy)
+            return
+        heads = self.num_attention_heads
+        why = f"not a multiple of model.num_attention_heads = {heads} with an even quotient"
+        remedy = f"give a multiple of {2 * heads}, or set model.kv_channels"
+        rules.require(self.hidden_size % (2 * heads) == 0, "hidden_size", why, remedy)

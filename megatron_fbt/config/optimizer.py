@@ -1,11 +1,13 @@
 """AdamW and the learning-rate schedule."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import List, Literal
+
+from megatron_fbt.config.rules import Rules, Section
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW, through Megatron-Core."""
 
     sharding: Literal["none", "megatron"] = "none"
@@ -27,3 +29,16 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 = no clipping."""
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("optimizer", self)
+        rules.numbers("lr", "adam_eps", above=True)
+        rules.numbers("min_lr", "weight_decay", "clip_grad")
+        rules.integers("lr_warmup_steps", low=0)
+        rules.numbers("lr_decay_fraction", high=1.0)
+        rules.numbers("adam_beta1", "adam_beta2", high=1.0, below=True)
+        if rules.usable("lr", "min_lr"):
+            why = f"above optimizer.lr = {self.lr!r}"
+            rules.require(self.min_lr <= self.lr, "min_lr", why, "give at most the peak learning rate")
+        return rules.problems

@@ -1,11 +1,13 @@
 """Layout of a run over processes."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import List, Optional
+
+from megatron_fbt.config.rules import Rules, Section
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(Section):
     """world size = tensor x pipeline x context x data parallel."""
 
     tensor_model_parallel_size: int = 1
@@ -19,3 +21,25 @@ class ParallelConfig:
     """Reduce gradients during the backward pass. Not available yet: refused."""
     collective_timeout_s: float = 600.0
     """Seconds after which a hanging collective ends the run."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one copy of the model between them."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("parallel", self)
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        rules.integers(*sizes, "world_size")
+        rules.numbers("collective_timeout_s", above=True)
+        if rules.usable("context_parallel_size") and self.context_parallel_size > 1:
+            rules.add("context_parallel_size", "context parallelism is not available in this version", "set it to 1")
+        if rules.usable("sequence_parallel", sizes[0]) and self.sequence_parallel:
+            why = f"needs tensor parallelism, but parallel.{sizes[0]} = {self.tensor_model_parallel_size}"
+            remedy = f"set it to false, or parallel.{sizes[0]} to 2 or more"
+            rules.require(self.tensor_model_parallel_size > 1, "sequence_parallel", why, remedy)
+        if rules.usable("overlap_grad_reduce") and self.overlap_grad_reduce:
+            why = "with a pass count that changes from batch to batch, overlapped reduction gives wrong gradients"
+            rules.add("overlap_grad_reduce", why, "set it to false")
+        return rules.problems

