@@ -1,0 +1,26 @@
+"""status.json: where a run stands, for scripts and for people who look in from outside."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Union
+
+from megatron_fbt.training.metrics import json_ready, replace_file
+
+
+def write_status(path: Union[str, Path], **fields: Any) -> None:
+    """Replace the status file, atomically.
+
+    Args:
+        path: the file, usually <run.dir>/status.json; its folder is made.
+        **fields: state ("running", "stopped", "finished" or "failed"), step, train_steps, loss, eta_s (seconds),
+            tokens, last_checkpoint. `pid` and `time` (UTC, ISO 8601) are added unless they are given.
+            Non-finite numbers are written as null.
+    """
+    status = {**fields}
+    status.setdefault("pid", os.getpid())
+    status.setdefault("time", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(json_ready(status), indent=2, allow_nan=False) + "\n")
