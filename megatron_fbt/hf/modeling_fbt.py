@@ -1,0 +1,380 @@
+"""Full-Bandwidth Transformer (FBT, arXiv:2608.08888): network, parallel passes, regimes.
+
+An FBT is a decoder-only transformer whose stack reads, at position t, its own top state of position t-1:
+
+    u_0 = plain(e_0)                                      e: token embedding
+    u_t = fuse(e_t, h_{t-1})                              h: top state, after the final norm
+    h_t = stack(u_t ; keys and values of u_0 .. u_{t-1})
+    fuse(e, h) = N((W_U h) * sigmoid(W_G N(e))) * s       N: RMSNorm without a weight
+    plain(e) = N(e), or e where config.input_norm is "none"
+
+K parallel passes iterate this (a Jacobi iteration): pass 1 reads plain(e), pass k reads fuse(e_t, h_{t-1} of pass k-1).
+After k passes the first k positions hold their recurrent values, so T passes equal the recurrence.
+
+Regimes of generation; new tokens are fused in all of them but the first:
+    standard   prompt: one plain pass          new tokens: plain
+    soft       prompt: one plain pass
+    fused      prompt: one plain pass, then `fused_passes` fused ones; keys and values are those of the last
+    recurrent  prompt: token by token (serial; for evaluation)
+
+Self-contained: this file is copied into every exported model folder, so it imports nothing but torch,
+transformers and the files beside it.
+Shapes: B rows, T positions of this call, S positions with the cached ones, D hidden, H heads, G key/value heads,
+C head size, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_fbt import FBTConfig
+from .generation_fbt import CACHE_NAME, FBTCache, FBTGenerationMixin, check_regime, real_tokens
+
+
+@dataclass
+class FBTOutput(CausalLMOutputWithPast):
+    """transformers' causal output (loss, logits, past_key_values), and two fields of this model.
+
+    Attributes:
+        pass_losses: [K], mean NLL of each pass; with labels only.
+        state: [B, T, D], top states of the last pass.
+    """
+
+    pass_losses: Optional[torch.Tensor] = None
+    state: Optional[torch.Tensor] = None
+
+
+def unit_rms(x, eps):
+    """N(x) = x / sqrt(mean(x^2) + eps), computed in fp32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotary_angles(positions, head_dim, theta, dtype):
+    """Cosines and sines of the rotary embedding: [B, T] -> two [B, 1, T, C]."""
+    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[:, None, :, None].float() / theta ** (channels / head_dim)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Turn the channel pairs (c, c + C/2) of [B, heads, T, C]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def attention_mask_4d(keep, past, length, device):
+    """Boolean mask [B or 1, 1, T, S], True = may attend; None where the causal mask of the whole call is enough.
+
+    A padded position attends to itself, which keeps its (unused) output finite.
+    """
+    if keep is None and (past == 0 or length == 1):
+        return None
+    query = torch.arange(past, past + length, device=device)[:, None]
+    key = torch.arange(past + length, device=device)[None, :]
+    causal = (key <= query)[None, None]
+    return causal if keep is None else (causal & keep[:, None, None, :]) | (key == query)
+
+
+class FBTRMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        return self.weight * unit_rms(x, self.eps)
+
+
+class FBTFusion(nn.Module):
+    """fuse(e, h) = N((W_U h) * sigmoid(W_G N(e))) * s: the state is on the value path, the token only gates."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.input_scale = config.input_scale
+        self.state_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)  # W_U
+        self.token_gate = nn.Linear(config.hidden_size, config.hidden_size, bias=False)  # W_G
+        self.state_proj.role = self.token_gate.role = "fusion"
+
+    def gate(self, embedding):
+        return torch.sigmoid(self.token_gate(unit_rms(embedding, self.eps)))
+
+    def forward(self, gate, state):
+        return unit_rms(self.state_proj(state) * gate, self.eps) * self.input_scale
+
+
+class FBTAttention(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.dropout = config.attention_dropout
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.o_proj.role = "residual_output"
+        norm = (lambda: FBTRMSNorm(config.head_dim, config.rms_norm_eps)) if config.qk_layernorm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
+
+    def forward(self, x, rotary, mask, cache):
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), *rotary)  # [B, H, T, C]
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), *rotary)  # [B, G, T, C]
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)  # [B, G, S, C]
+        k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
+        dropout = self.dropout if self.training else 0.0
+        causal = mask is None and x.shape[1] > 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class FBTMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj.role = "residual_output"
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FBTLayer(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.input_layernorm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = FBTAttention(config, layer_idx)
+        self.post_attention_layernorm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FBTMLP(config)
+
+    def forward(self, x, rotary, mask, cache):
+        branch = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+        x = x + F.dropout(branch, self.dropout, self.training)
+        branch = self.mlp(self.post_attention_layernorm(x))
+        return x + F.dropout(branch, self.dropout, self.training)
+
+
+class FBTPreTrainedModel(PreTrainedModel):
+    config_class = FBTConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["FBTLayer"]
+    _supports_sdpa = True
+
+    def _init_weights(self, module):
+        if isinstance(module, FBTRMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            role = getattr(module, "role", None)
+            if role == "fusion":
+                bound = math.sqrt(3 / self.config.hidden_size)
+                nn.init.uniform_(module.weight, -bound, bound)
+            else:
+                depth = 2 * self.config.num_hidden_layers if role == "residual_output" else 1
+                nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(depth))
+
+
+class FBTModel(FBTPreTrainedModel):
+    """Embedding, fusion and stack: token ids to top states."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fusion = FBTFusion(config)
+        self.layers = nn.ModuleList(FBTLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def embed(self, input_ids):
+        """Token ids [B, T] -> plain stack input and fusion gate, [B, T, D] each."""
+        embedding = F.dropout(self.embed_tokens(input_ids), self.config.hidden_dropout, self.training)
+        plain = unit_rms(embedding, self.config.rms_norm_eps) if self.config.input_norm == "rms" else embedding
+        return plain, self.fusion.gate(embedding)
+
+    def positions(self, input_ids, keep, past):
+        """Position of every token in its own row, [B or 1, T]; padding before a row's first token has position 0."""
+        if keep is None:
+            return torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]
+        return (keep.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+    def stack(self, inputs, positions, keep=None, cache=None):
+        """Stack inputs [B, T, D] -> top states [B, T, D]; with a cache, after and into it."""
+        past = 0 if cache is None else cache.get_seq_length()
+        mask = attention_mask_4d(keep, past, inputs.shape[1], inputs.device)
+        rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, inputs.dtype)
+        hidden = inputs
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, mask, cache)
+        state = self.norm(hidden)
+        if cache is not None:
+            cache.state = state[:, -1].clone()
+        return state
+
+    def parallel_passes(self, input_ids, passes, keep=None, document_starts=None, cache=None):
+        """Top states [B, T, D] of each of K passes over whole rows, a list; the last pass fills the cache, if any."""
+        plain, gate = self.embed(input_ids)
+        positions = self.positions(input_ids, keep, past=0)
+        stays_plain = positions == 0
+        if document_starts is not None:
+            stays_plain = stays_plain | document_starts.bool()
+        states, inputs = [], plain
+        for k in range(passes):
+            if k > 0:
+                carried = F.pad(states[-1][:, :-1], (0, 0, 1, 0))
+                inputs = torch.where(stays_plain[..., None], plain, self.fusion(gate, carried))
+            states.append(self.stack(inputs, positions, keep, cache if k == passes - 1 else None))
+        return states
+
+    def token_by_token(self, input_ids, keep, cache):
+        """The recurrence itself, going on from the cache: top states [B, T, D]."""
+        past = cache.get_seq_length()
+        if past and cache.state is None:
+            raise ValueError("the cache was cropped, so its carried state is gone: start again with the whole prompt")
+        plain, gate = self.embed(input_ids)
+        positions = self.positions(input_ids, keep, past)
+        states = []
+        for t in range(input_ids.shape[1]):
+            now = slice(t, t + 1)
+            inputs = plain[:, now]
+            if cache.state is not None:
+                fused = self.fusion(gate[:, now], cache.state[:, None])
+                inputs = torch.where((positions[:, now] == 0)[..., None], inputs, fused)
+            seen = None if keep is None else keep[:, : past + t + 1]
+            states.append(self.stack(inputs, positions[:, now], seen, cache))
+        return torch.cat(states, dim=1)
+
+    def run_regime(self, input_ids, regime, fused_passes, keep, cache, prompt_length):
+        """Prompt and new tokens as the regime says, after and into the cache: top states [B, T, D]."""
+        past, length = cache.get_seq_length(), input_ids.shape[1]
+        prompt = max(0, min(prompt_length, past + length) - past) if past == 0 else 0
+        states = []
+        if prompt:
+            head, head_keep = input_ids[:, :prompt], None if keep is None else keep[:, :prompt]
+            if regime == "recurrent":
+                states.append(self.token_by_token(head, head_keep, cache))
+            else:
+                passes = 1 + fused_passes if regime == "fused" else 1
+                states.append(self.parallel_passes(head, passes, head_keep, cache=cache)[-1])
+        if prompt < length:
+            tail = input_ids[:, prompt:]
+            if regime == "standard":
+                positions = self.positions(tail, keep, past + prompt)
+                states.append(self.stack(self.embed(tail)[0], positions, keep, cache))
+            else:
+                states.append(self.token_by_token(tail, keep, cache))
+        return torch.cat(states, dim=1)
+
+    def forward(self, input_ids, attention_mask=None, passes=None):
+        """Top states [B, T, D] of the last of `passes` parallel passes (default: config.passes)."""
+        keep = real_tokens(attention_mask, None, 0)
+        return self.parallel_passes(input_ids, passes or self.config.passes, keep)[-1]
+
+
+class FBTForCausalLM(FBTPreTrainedModel, FBTGenerationMixin):
+    """Language model: logits, loss over passes, generation in four regimes."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = FBTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        labels=None,
+        passes=None,
+        regime=None,
+        fused_passes=1,
+        prompt_length=None,
+        document_starts=None,
+        past_key_values=None,
+        cache=None,
+        use_cache=None,
+        logits_to_keep=0,
+        return_dict=True,
+        **kwargs,
+    ):
+        """One call: K parallel passes, or the prompt or the next tokens of a regime.
+
+        Args:
+            input_ids: [B, T], without the cached tokens.
+            attention_mask: [B, S], 1 = token, 0 = padding; with a cache, padding must be on the left.
+            labels: [B, T], -100 = no loss; position t is scored against labels[:, t + 1].
+            passes: Number K of parallel passes; None = config.passes, or the regime's.
+            regime: One of "standard", "soft", "fused", "recurrent"; None = parallel passes, or as the cache goes on.
+            fused_passes: Fused passes over the prompt in the fused regime.
+            prompt_length: Where new tokens start, in a regime's call without a cache; None = all are prompt.
+            document_starts: [B, T], True = plain in every pass, besides each row's first token. Parallel passes only.
+            past_key_values: FBTCache to go on from; newer versions of transformers call it `cache`.
+            use_cache: Return a cache; None = config.use_cache outside of training.
+            logits_to_keep: Logits of this many last positions only; 0 = all.
+
+        Raises:
+            ValueError: Arguments that exclude each other or have impossible values.
+        """
+        items = kwargs.pop("num_items_in_batch", None)
+        if unknown := sorted(name for name, value in kwargs.items() if value):
+            raise TypeError(f"FBTForCausalLM.forward does not know {', '.join(unknown)}")
+        cache, past = past_key_values if cache is None else cache, 0
+        if cache is not None:
+            if not isinstance(cache, FBTCache):
+                raise ValueError(f"the cache is a {type(cache).__name__}: must be an FBTCache, or left out")
+            past = cache.get_seq_length()
+        if regime is None and passes is None and past:
+            regime = cache.regime
+        if use_cache is None:
+            use_cache = cache is not None or (self.config.use_cache and labels is None and not self.training)
+        if cache is None and (use_cache or regime is not None):
+            cache = FBTCache()
+        keep = real_tokens(attention_mask, cache, past)
+        if regime is None:
+            passes = self.config.passes if passes is None else passes
+            if passes < 1 or past:
+                raise ValueError(f"passes={passes}: must be at least 1, on whole rows (not on tokens after a cache)")
+            states = self.model.parallel_passes(input_ids, passes, keep, document_starts, cache)
+            regime = "standard" if passes == 1 else "fused"
+        else:
+            check_regime(regime, fused_passes)
+            if passes is not None or document_starts is not None:
+                raise ValueError(f"regime={regime!r} sets the passes itself: leave out passes and document_starts")
+            prompt_length = input_ids.shape[1] if prompt_length is None else prompt_length
+            states = [self.model.run_regime(input_ids, regime, fused_passes, keep, cache, prompt_length)]
+        if cache is not None:
+            cache.regime = regime
+        loss, pass_losses = (None, None) if labels is None else self.loss_over_passes(states, labels, items)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        output = FBTOutput(
+            loss=loss,
+            logits=self.lm_head(states[-1][:, kept]),
+            **{CACHE_NAME: cache if use_cache else None},
+            pass_losses=pass_losses,
+            state=states[-1],
+        )
+        return output if return_dict else output.to_tuple()
+
+    def loss_over_passes(self, states, labels, num_items=None):
+        """NLL(pass 1) + mean over k = 2..K of NLL(pass k), and the K terms; sums over tokens, divided once."""
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()
+        count = (targets != -100).sum().clamp(min=1) if num_items is None else num_items
+        sums = [F.cross_entropy(self.lm_head(h).float().flatten(0, 1), targets, reduction="sum") for h in states]
+        losses = torch.stack(sums) / count
+        return (losses[0] + losses[1:].mean() if len(states) > 1 else losses[0]), losses
