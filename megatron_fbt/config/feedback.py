@@ -1,5 +1,6 @@
 """The training recipe of the feedback path (method of arXiv:2608.08888)."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -153,7 +154,7 @@ class FeedbackConfig(Section):
             rules.add("schedule", "empty", "give at least [{from_fraction: 0, passes: {1: 1.0}}]")
         elif starts[0] != 0:
             rules.add("schedule", f"the first phase starts at {starts[0]}", "let it start with from_fraction: 0")
-        elif any(a >= b for a, b in zip(starts, starts[1:])):
+        elif any(a >= b for a, b in itertools.pairwise(starts)):
             rules.add("schedule", f"the phases start at {starts}", "sort them by from_fraction, each value once")
 
     def _weight_problems(self) -> List[str]:

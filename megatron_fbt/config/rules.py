@@ -1,9 +1,9 @@
 """What every section of the configuration shares: type and range checks that report all problems at once."""
 
 import dataclasses
+import json
 import math
 import types
-from abc import ABC, abstractmethod
 from typing import Any, List, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
 from megatron_fbt.errors import ConfigError
@@ -21,9 +21,17 @@ def describe_type(hint: Any) -> str:
     if origin is list:
         return f"list of {describe_type(args[0])}"
     if origin is dict:
-        return f"mapping of {describe_type(args[0])} to {describe_type(args[1])}"
+        return f"{{{describe_type(args[0])}: {describe_type(args[1])}}}"
+    if dataclasses.is_dataclass(hint):
+        fields = (f"{name}: {describe_type(kind)}" for name, kind in get_type_hints(hint).items())
+        return "{" + ", ".join(fields) + "}"
     names = {int: "integer", float: "number", bool: "true or false", str: "text"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def show(value: Any) -> str:
+    """Write a value as a user would in YAML."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def has_type(value: Any, hint: Any) -> bool:
@@ -82,7 +90,7 @@ class Rules:
 
     def add(self, field: str, why: str, remedy: str) -> None:
         """Record one problem."""
-        self.problems.append(f"{self.name}.{field} = {self.value(field)!r}: {why}; {remedy}")
+        self.problems.append(f"{self.name}.{field} = {show(self.value(field))}: {why}; {remedy}")
         self._unusable.add(field)
 
     def require(self, holds: bool, field: str, why: str, remedy: str) -> None:
@@ -125,12 +133,13 @@ class Rules:
                 self.add(field, "out of range", f"give a finite number {limits}")
 
 
-class Section(ABC):
-    """Base of the configuration's sections."""
+@dataclasses.dataclass
+class Section:
+    """Base of the configuration's sections; a dataclass, so that a section is one all the way up."""
 
-    @abstractmethod
     def problems(self) -> List[str]:
-        """Everything that is wrong with this section by itself, one line each."""
+        """Everything that is wrong with this section by itself, one line each; each section has its own rules."""
+        return []
 
     def validate(self) -> None:
         """Check the section by itself.

@@ -1,6 +1,6 @@
 """Global batch size over a run: constant, or growing in equal increments over the first samples."""
 
-from typing import Iterator, NamedTuple, Optional
+from typing import Iterator, NamedTuple, Optional, Tuple
 
 from megatron_fbt.config.training import TrainingConfig
 
@@ -69,3 +69,25 @@ class BatchSizeSchedule:
         """Rows consumed by the first `steps` steps."""
         level = [level for level in self.levels() if level.first_step <= steps][-1]
         return level.first_sample + (steps - level.first_step) * level.global_batch_size
+
+
+def run_length(training: TrainingConfig, sequence_length: int) -> Tuple[int, int]:
+    """Optimizer steps of a run and the rows they consume.
+
+    A length given in samples or tokens is rounded up to whole rows and then to whole global batches.
+
+    Args:
+        training: section `training`, with exactly one of train_steps, train_samples, train_tokens.
+        sequence_length: tokens in a row.
+
+    Returns:
+        (train_steps, train_samples), the latter in rows.
+    """
+    schedule = BatchSizeSchedule(training, data_parallel_size=1)
+    steps = training.train_steps
+    if steps is None:
+        samples = training.train_samples
+        if samples is None:
+            samples = -(-training.train_tokens // sequence_length)
+        steps = schedule.total_steps(samples)
+    return steps, schedule.samples_after(steps)

@@ -1,0 +1,58 @@
+"""--dry_run: all checks and the plan of a run, without processes."""
+
+import json
+import os
+
+from megatron_fbt.config.checks import resolve_world_size
+from megatron_fbt.config.load import CommandOptions
+from megatron_fbt.config.plan import make_plan
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.errors import ConfigError
+from megatron_fbt.versions import check_megatron_core_version
+
+
+def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
+    """Print the plan of a validated configuration, as a table or, with options.json, as one JSON object.
+
+    Raises:
+        ConfigError: if Megatron-Core's version is not supported or the vocabulary is not known.
+        DataError: if the tokenizer cannot be read.
+    """
+    check_megatron_core_version()
+    world_size = resolve_world_size(config, os.environ, dry_run=True)
+    plan = make_plan(config, world_size, planned_vocab_size(config))
+    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.describe())
+
+
+def planned_vocab_size(config: PretrainConfig) -> int:
+    """Vocabulary of a run: model.vocab_size, or the tokenizer's.
+
+    A plan can be made where the tokenizer's files are not, if model.vocab_size is given.
+
+    Raises:
+        ConfigError: if neither is given, or model.vocab_size is too small for the tokenizer.
+        DataError: if the tokenizer cannot be read.
+    """
+    path = config.data.tokenizer.path
+    if config.model.vocab_size is not None and (path is None or not os.path.exists(path)):
+        return config.model.vocab_size
+    if path is None:
+        raise ConfigError("model.vocab_size = null: no tokenizer to take it from; set it, or set data.tokenizer.path")
+    from megatron_fbt.data.tokenizer import build_tokenizer
+
+    return check_vocab_size(config, build_tokenizer(config.data.tokenizer).vocab_size)
+
+
+def check_vocab_size(config: PretrainConfig, tokenizer_vocab_size: int) -> int:
+    """Vocabulary of the model for a tokenizer that is already built.
+
+    Raises:
+        ConfigError: if model.vocab_size is smaller than the tokenizer's vocabulary.
+    """
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < tokenizer_vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {wanted}: smaller than the tokenizer's {tokenizer_vocab_size}; "
+            f"give at least {tokenizer_vocab_size}, or null"
+        )
+    return wanted or tokenizer_vocab_size

@@ -1,0 +1,64 @@
+"""Number of parameters from the configuration alone."""
+
+import math
+from dataclasses import dataclass
+
+from megatron_fbt.config.model import ModelConfig
+from megatron_fbt.config.parallel import ParallelConfig
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of divisible_by * tensor_parallel_size."""
+    multiple = divisible_by * tensor_parallel_size
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by place; padded vocabulary rows are not counted."""
+
+    embedding: int
+    layers: int
+    final_norm: int
+    output: int
+    """0 where embedding and output head are one matrix."""
+    fusion: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the model."""
+        return self.embedding + self.layers + self.final_norm + self.output + self.fusion
+
+
+def layer_parameters(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
+    """Parameters of one transformer layer on one tensor-parallel rank: matrices are split, norms are not."""
+    hidden = model.hidden_size
+    head_rows = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_size  # q and proj, k and v
+    matrices = head_rows * hidden + 3 * model.ffn_size * hidden
+    norms = 2 * hidden + (2 * model.head_size if model.qk_layernorm else 0)
+    return matrices // tensor_parallel_size + norms
+
+
+def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
+    """Count the parameters of the whole model, the fusion layer's two [D, D] matrices included."""
+    table = vocab_size * model.hidden_size
+    return ParameterCount(
+        embedding=table,
+        layers=model.num_layers * layer_parameters(model),
+        final_norm=model.hidden_size,
+        output=0 if model.share_embeddings_and_output_weights else table,
+        fusion=2 * model.hidden_size**2,
+    )
+
+
+def largest_rank_parameters(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> int:
+    """Parameters that the fullest process holds, padding and the last stage's copy of a tied embedding included."""
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor)
+    table = padded // tensor * model.hidden_size
+    layers = model.num_layers // stages * layer_parameters(model, tensor)
+    first = table + 2 * model.hidden_size**2 // tensor
+    last = model.hidden_size
+    if stages > 1 or not model.share_embeddings_and_output_weights:
+        last += table
+    return layers + (first + last if stages == 1 else max(first, last))

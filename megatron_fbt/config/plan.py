@@ -1,0 +1,187 @@
+"""What a configuration comes to: every derived quantity of a run, before anything is started."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Dict, List, Tuple
+
+from megatron_fbt.config.feedback import FeedbackConfig
+from megatron_fbt.config.parameter_count import count_parameters, largest_rank_parameters, padded_vocab_size
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
+
+__all__ = ["RunPlan", "make_plan", "padded_vocab_size"]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Derived quantities of a run. Samples are rows of sequence_length tokens; steps count from 0."""
+
+    world_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    data_parallel_size: int
+    layers_per_stage: int
+    vocab_size: int
+    padded_vocab_size: int
+    parameters: int
+    """All parameters, the fusion layer's included, padded vocabulary rows not."""
+    fusion_parameters: int
+    largest_rank_parameters: int
+    """On the fullest process, padding and the last stage's copy of a tied embedding included."""
+    largest_rank_state_bytes: int
+    """Weights, gradients, fp32 master weights and Adam states of that process, without activations."""
+    sequence_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    """At full size, after any ramp-up."""
+    num_microbatches: int
+    """Micro-batches of each data-parallel rank in a step of full size."""
+    tokens_per_step: int
+    """In a step of full size, each token counted once."""
+    train_steps: int
+    train_samples: int
+    train_tokens: int
+    """Each token counted once whatever the number of passes."""
+    phase_start_steps: Tuple[int, ...]
+    pass_shares: Dict[int, float]
+    """{K: expected share of the run's steps with K passes}."""
+    expected_passes: float
+    """Mean pass count over the run's steps."""
+    token_equivalents: float
+    """Expected sum of tokens x passes."""
+    max_passes: int
+    validation_passes: int
+    notes: Tuple[str, ...]
+    """What is allowed but perhaps not meant."""
+
+    def as_dict(self) -> Dict[str, Any]:
+        """All fields, for JSON."""
+        return dataclasses.asdict(self)
+
+    def describe(self) -> str:
+        """An aligned table for a person."""
+        rows = self._layout_rows() + self._run_rows()
+        width = max(len(label) for label, _ in rows)
+        lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def _layout_rows(self) -> List[Tuple[str, str]]:
+        state = f"{self.largest_rank_state_bytes / 2**30:.2f} GiB on the fullest process"
+        layout = (
+            f"{self.world_size:,} = tensor {self.tensor_model_parallel_size} x pipeline "
+            f"{self.pipeline_model_parallel_size} x data {self.data_parallel_size}"
+        )
+        return [
+            ("processes", layout),
+            ("layers per stage", f"{self.layers_per_stage:,}"),
+            ("vocabulary", f"{self.vocab_size:,} (padded to {self.padded_vocab_size:,})"),
+            ("parameters", f"{self.parameters:,} (fusion {self.fusion_parameters:,})"),
+            ("parameters, fullest process", f"{self.largest_rank_parameters:,}"),
+            ("weights, gradients, optimizer", state),
+        ]
+
+    def _run_rows(self) -> List[Tuple[str, str]]:
+        batch = f"{self.global_batch_size:,} rows = {self.tokens_per_step:,} tokens"
+        micro = f"{self.num_microbatches:,} of {self.micro_batch_size:,} x {self.sequence_length:,} tokens on each rank"
+        shares = ", ".join(f"{count}: {share:.2%}" for count, share in self.pass_shares.items())
+        return [
+            ("global batch", batch),
+            ("micro-batches", micro),
+            ("steps", f"{self.train_steps:,}"),
+            ("samples", f"{self.train_samples:,}"),
+            ("tokens", f"{self.train_tokens:,}"),
+            ("phases start at steps", ", ".join(f"{step:,}" for step in self.phase_start_steps)),
+            ("steps by passes", shares),
+            ("mean passes", f"{self.expected_passes:.4f}"),
+            ("token-equivalents", f"{self.token_equivalents:,.0f}"),
+            ("passes in validation", f"{self.validation_passes}"),
+        ]
+
+
+def make_plan(config: PretrainConfig, world_size: int, vocab_size: int) -> RunPlan:
+    """Derive a run's quantities.
+
+    Args:
+        config: a configuration that validate_config accepts for `world_size`.
+        world_size: processes of the run.
+        vocab_size: entries of the vocabulary, without padding.
+    """
+    parallel, model, training = config.parallel, config.model, config.training
+    tensor, sequence_length = parallel.tensor_model_parallel_size, config.data.sequence_length
+    data_parallel_size = world_size // parallel.model_parallel_size
+    steps, samples = run_length(training, sequence_length)
+    batches = BatchSizeSchedule(training, data_parallel_size)
+    starts = tuple(config.feedback.phase_start_steps(steps))
+    shares, token_equivalents = _expected_passes(config.feedback, starts, steps, batches, sequence_length)
+    count = count_parameters(model, vocab_size)
+    local = largest_rank_parameters(model, parallel, vocab_size)
+    return RunPlan(
+        world_size=world_size,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        data_parallel_size=data_parallel_size,
+        layers_per_stage=model.num_layers // parallel.pipeline_model_parallel_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor),
+        parameters=count.total,
+        fusion_parameters=count.fusion,
+        largest_rank_parameters=local,
+        largest_rank_state_bytes=_state_bytes(config, local, data_parallel_size),
+        sequence_length=sequence_length,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        num_microbatches=training.global_batch_size // (training.micro_batch_size * data_parallel_size),
+        tokens_per_step=training.global_batch_size * sequence_length,
+        train_steps=steps,
+        train_samples=samples,
+        train_tokens=samples * sequence_length,
+        phase_start_steps=starts,
+        pass_shares=shares,
+        expected_passes=sum(passes * share for passes, share in shares.items()),
+        token_equivalents=token_equivalents,
+        max_passes=config.feedback.max_passes,
+        validation_passes=config.feedback.validation_passes,
+        notes=tuple(_notes(config)),
+    )
+
+
+def _expected_passes(
+    feedback: FeedbackConfig, starts: Tuple[int, ...], steps: int, batches: BatchSizeSchedule, sequence_length: int
+) -> Tuple[Dict[int, float], float]:
+    """Share of each pass count over the steps, and tokens x passes, both in expectation."""
+    shares: Dict[int, float] = {}
+    token_equivalents = 0.0
+    for index, phase in enumerate(feedback.schedule):
+        end = starts[index + 1] if index + 1 < len(starts) else steps
+        if end == starts[index]:
+            continue
+        rows = batches.samples_after(end) - batches.samples_after(starts[index])
+        for passes, probability in phase.passes.items():
+            shares[passes] = shares.get(passes, 0.0) + probability * (end - starts[index]) / steps
+            token_equivalents += probability * passes * rows * sequence_length
+    return dict(sorted(shares.items())), token_equivalents
+
+
+def _state_bytes(config: PretrainConfig, parameters: int, data_parallel_size: int) -> int:
+    """Weights + fp32 gradients + optimizer (two fp32 Adam states, and fp32 master weights under bf16)."""
+    weights, optimizer = (2, 12) if config.precision.dtype == "bf16" else (4, 8)
+    shards = data_parallel_size if config.optimizer.sharding == "megatron" else 1
+    return (weights + 4) * parameters + -(-optimizer * parameters // shards)
+
+
+def _notes(config: PretrainConfig) -> List[str]:
+    """Settings that contradict no rule, but are seldom meant."""
+    notes = []
+    scale, norm = config.feedback.input_scale, config.model.input_norm
+    if norm == "none" and scale == 1.0:
+        notes.append(
+            "model.input_norm is none, so plain inputs have the RMS of the embedding table, but feedback.input_scale "
+            f"is 1; give it that RMS (about model.init_method_std = {config.model.init_method_std:g} from scratch)"
+        )
+    if norm == "rms" and scale != 1.0:
+        notes.append(f"plain inputs have RMS 1 (model.input_norm rms), fused ones feedback.input_scale = {scale:g}")
+    if not config.data.paths:
+        notes.append("data.paths is empty: training needs it")
+    if config.data.tokenizer.path is None:
+        notes.append("data.tokenizer.path is null: training needs it")
+    return notes
