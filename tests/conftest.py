@@ -1,0 +1,14 @@
+"""Settings of every test: one thread for each process, so that two workers do not fight for two cores."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root folder of the repository."""
+    return Path(__file__).resolve().parent.parent
