@@ -1,0 +1,151 @@
+"""The launcher: exit codes, time to save after a signal, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_fbt.launch import build_parser, choose_exit_code, main
+
+WORKER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+received = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(folder / f"ready.{rank}").write_text(f"{os.getpid()} {child.pid}")
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.02)
+
+"""
+SAVES_WHEN_ASKED = """
+while not received:
+    time.sleep(0.02)
+time.sleep(1.0 * rank)
+(folder / f"saved.{rank}").write_text(" ".join(received))
+sys.exit(75)
+"""
+IGNORES = """
+time.sleep(600)
+"""
+FAILS_ON_RANK_1 = """
+wait_for(folder / f"ready.{1 - rank}")
+if rank == 1:
+    code = int(sys.argv[2])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+while not received:
+    time.sleep(0.02)
+sys.exit(1)
+"""
+ENDS = "sys.exit(0)\n"
+
+
+def start(folder, body, *arguments, options=()):
+    script = folder / "worker.py"
+    script.write_text(WORKER + body)
+    command = [sys.executable, "-m", "megatron_fbt.launch", "--nproc_per_node", "2", *options]
+    command += [str(script), str(folder), *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def wait_until_ready(folder, launcher):
+    deadline = time.monotonic() + 60
+    while not all((folder / f"ready.{rank}").exists() for rank in (0, 1)):
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
+def runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def end(folder, launcher):
+    """Exit code and standard error; every process that the workers were or started must be gone."""
+    _, errors = launcher.communicate(timeout=60)
+    processes = [int(pid) for ready in folder.glob("ready.*") for pid in ready.read_text().split()]
+    assert len(processes) == 4
+    deadline = time.monotonic() + 5
+    while any(map(runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(filter(runs, processes))
+    return launcher.returncode, errors
+
+
+@pytest.mark.parametrize(
+    "codes, expected",
+    [
+        ([], 0),
+        ([3], 3),
+        ([75, 75], 75),
+        ([1, 3], 3),
+        ([75, 4], 4),
+        ([1, 75], 75),
+        ([75, -6], 75),
+        ([-9, 1], 137),
+        ([-15, -15], 143),
+        ([1, -15], 1),
+    ],
+)
+def test_choice_among_the_workers_codes(codes, expected):
+    assert choose_exit_code(codes) == expected
+
+
+def test_workers_that_finish_give_zero(tmp_path):
+    assert end(tmp_path, start(tmp_path, ENDS))[0] == 0
+
+
+@pytest.mark.parametrize("code, expected", [(3, 3), (-signal.SIGKILL, 137)])
+def test_a_failed_worker_gives_its_code_and_ends_the_others(tmp_path, code, expected):
+    body = FAILS_ON_RANK_1
+    exit_code, errors = end(tmp_path, start(tmp_path, body, str(code)))
+    assert exit_code == expected
+    if code < 0:
+        assert "rank 1" in errors and str(code) in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_reaches_every_worker_once_and_all_may_save(tmp_path, number):
+    launcher = start(tmp_path, SAVES_WHEN_ASKED)
+    wait_until_ready(tmp_path, launcher)
+    launcher.send_signal(number)
+    exit_code, errors = end(tmp_path, launcher)
+    assert exit_code == 75
+    assert [(tmp_path / f"saved.{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
+    assert f"passing {number.name} on" in errors and "600 s" in errors
+
+
+def test_workers_that_do_not_leave_are_killed_after_the_grace_period(tmp_path):
+    launcher = start(tmp_path, IGNORES, options=["--stop_grace_s", "1"])
+    wait_until_ready(tmp_path, launcher)
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    exit_code, errors = end(tmp_path, launcher)
+    assert exit_code == 137 and "--stop_grace_s" in errors
+    assert 1 <= time.monotonic() - began < 20
+
+
+def test_arguments_after_the_script_are_the_workers_and_help_has_an_example(capsys):
+    args = build_parser().parse_args(["--nproc_per_node", "4", "-m", "x.y", "--config", "a", "--stop_grace_s", "1"])
+    assert (args.stop_grace_s, args.training_script, args.training_script_args) == (
+        600.0,
+        "x.y",
+        ["--config", "a", "--stop_grace_s", "1"],
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and "-m megatron_fbt.pretrain --config" in shown and "--stop_grace_s" in shown
