@@ -1,0 +1,237 @@
+"""Tokenizers: SentencePiece models and Hugging Face folders behind one interface.
+
+Both treat text as text: nothing that a document contains can become the end-of-document token.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from pathlib import Path
+from typing import List, Optional, Sequence
+
+from megatron_fbt.config.data import TokenizerConfig
+from megatron_fbt.errors import ConfigError, DataError
+
+SPACE_SYMBOL = "\u2581"
+"""What SentencePiece writes for a space inside its pieces."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: Number of token ids (not padded); every id is below it.
+        unique_identifiers: What names this tokenizer in the key of a data set's index cache.
+        pad: -1, an id that no document contains: Megatron-Core's data sets mask nothing.
+    """
+
+    vocab_size: int
+    unique_identifiers: "OrderedDict[str, str]"
+    pad: int = -1
+
+    @property
+    @abstractmethod
+    def eod(self) -> int:
+        """Id of the end-of-document token.
+
+        Raises:
+            DataError: The tokenizer has none.
+        """
+
+    @abstractmethod
+    def tokenize_batch(self, texts: Sequence[str]) -> List[List[int]]:
+        """Token ids of each text, without any special token."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens such as the end of a document give nothing."""
+
+    @abstractmethod
+    def save_for_huggingface(self, folder) -> None:
+        """Write files from which ``transformers.AutoTokenizer`` loads an equal tokenizer offline.
+
+        Raises:
+            DataError: This tokenizer has no equal among Hugging Face's fast tokenizers.
+        """
+
+    def tokenize(self, text: str) -> List[int]:
+        """Token ids of one text, without any special token."""
+        return self.tokenize_batch([text])[0]
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the configuration names.
+
+    Raises:
+        ConfigError: ``data.tokenizer.path`` is not set.
+        DataError: The files are missing or are not a tokenizer of this type.
+    """
+    if not config.path:
+        raise ConfigError("data.tokenizer.path is not set: name a SentencePiece .model file or a Hugging Face folder")
+    if config.type == "sentencepiece":
+        return SentencePieceTokenizer(config.path)
+    if config.type == "huggingface":
+        return HuggingFaceTokenizer(config.path)
+    raise ConfigError(f"data.tokenizer.type is '{config.type}': use 'sentencepiece' or 'huggingface'")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece ``.model`` file.
+
+    A model as tools/train_tokenizer.py makes it (byte fallback, no normalization, no added prefix) is lossless: each
+    text decodes back to itself. In such a model U+2581, SentencePiece's own space symbol, is written as its three
+    bytes; SentencePiece itself would turn it into a space. Other models encode and decode as SentencePiece does.
+    """
+
+    def __init__(self, path):
+        import sentencepiece
+
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(f"tokenizer {path}: no such file; data.tokenizer.path must name a SentencePiece .model file")
+        content = path.read_bytes()
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except Exception as error:
+            raise DataError(f"tokenizer {path}: not a SentencePiece model ({error})") from error
+        self.path = path
+        self.vocab_size = self._model.get_piece_size()
+        digest = hashlib.sha256(content).hexdigest()
+        self.unique_identifiers = OrderedDict([("class", type(self).__name__), ("sha256", digest)])
+        byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        has_bytes = all(self._model.is_byte(i) for i in byte_ids)
+        self.is_lossless = has_bytes and self._keeps_spaces()
+        self._space_symbol_ids = [byte_ids[byte] for byte in SPACE_SYMBOL.encode()] if self.is_lossless else []
+        self._bytes = {token: byte for byte, token in enumerate(byte_ids)} if self.is_lossless else {}
+        self._pieces: Optional[List[str]] = None
+
+    def _keeps_spaces(self) -> bool:
+        """Whether the model neither normalizes nor strips nor adds anything."""
+        probe = "  a \t\n  \ufb01 \u00a0\u3000A\u030a  \uff21\r\n "
+        pieces = "".join(self._model.encode("a", out_type=str, num_threads=1))
+        return pieces == "a" and self._model.decode(self._model.encode(probe, num_threads=1)) == probe
+
+    @property
+    def eod(self) -> int:
+        eod = self._model.eos_id()
+        if eod < 0:
+            raise DataError(
+                f"tokenizer {self.path}: it has no end-of-sentence token (</s>), which marks the end of a document; "
+                "train one that has it (tools/train_tokenizer.py does)"
+            )
+        return eod
+
+    def tokenize_batch(self, texts: Sequence[str]) -> List[List[int]]:
+        ids = self._model.encode(list(texts), num_threads=1)
+        for position, text in enumerate(texts):
+            if self.is_lossless and SPACE_SYMBOL in text:
+                ids[position] = self._tokenize_around_space_symbols(text)
+        return ids
+
+    def _tokenize_around_space_symbols(self, text: str) -> List[int]:
+        parts = self._model.encode(text.split(SPACE_SYMBOL), num_threads=1)
+        ids = list(parts[0])
+        for part in parts[1:]:
+            ids += self._space_symbol_ids
+            ids += part
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        if not self.is_lossless:
+            return self._model.decode([int(token) for token in ids])
+        if self._pieces is None:
+            self._pieces = self.surface_pieces()
+        parts, run = [], bytearray()
+        for token in ids:
+            byte = self._bytes.get(int(token))
+            if byte is not None:
+                run.append(byte)
+                continue
+            if run:
+                parts.append(_decode_bytes(run))
+                run = bytearray()
+            parts.append(self._pieces[int(token)])
+        parts.append(_decode_bytes(run))
+        return "".join(parts)
+
+    def surface_pieces(self) -> List[str]:
+        """[vocab_size] text of each piece, spaces as spaces; empty for control, unknown, unused and byte pieces."""
+        model = self._model
+        return [
+            ""
+            if model.is_control(i) or model.is_unknown(i) or model.is_unused(i) or model.is_byte(i)
+            else model.id_to_piece(i).replace(SPACE_SYMBOL, " ")
+            for i in range(self.vocab_size)
+        ]
+
+    def save_for_huggingface(self, folder) -> None:
+        from megatron_fbt.data.sentencepiece_export import save_sentencepiece_for_huggingface
+
+        save_sentencepiece_for_huggingface(self, self._model, folder)
+
+
+def _decode_bytes(run: bytearray) -> str:
+    """Text of a run of byte tokens; if it is not UTF-8, one replacement character for each byte."""
+    try:
+        return run.decode("utf-8")
+    except UnicodeDecodeError:
+        return "\ufffd" * len(run)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A folder with a Hugging Face fast tokenizer, loaded without any network access.
+
+    Special tokens that a document spells out are encoded as ordinary text.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self._tokenizer = _load_fast_tokenizer(self.path)
+        backend = self._tokenizer.backend_tokenizer
+        backend.encode_special_tokens = True
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        digest = hashlib.sha256(f"{backend.to_str()}\0{self._tokenizer.eos_token}".encode()).hexdigest()
+        self.unique_identifiers = OrderedDict([("class", type(self).__name__), ("sha256", digest)])
+
+    @property
+    def eod(self) -> int:
+        eod = self._tokenizer.eos_token_id if self._tokenizer.eos_token is not None else None
+        if eod is None:
+            raise DataError(
+                f"tokenizer {self.path}: it has no eos_token, which marks the end of a document; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        return eod
+
+    def tokenize_batch(self, texts: Sequence[str]) -> List[List[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
+
+    def save_for_huggingface(self, folder) -> None:
+        self._tokenizer.split_special_tokens = True
+        self._tokenizer.init_kwargs.update(split_special_tokens=True, clean_up_tokenization_spaces=False)
+        self._tokenizer.save_pretrained(str(folder))
+
+
+def _load_fast_tokenizer(folder: Path):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not folder.is_dir():
+        raise DataError(f"tokenizer {folder}: no such folder; data.tokenizer.path must name one with tokenizer files")
+    try:
+        if (folder / "tokenizer_config.json").is_file() or not (folder / "tokenizer.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, use_fast=True)
+        else:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    except Exception as error:
+        raise DataError(f"tokenizer {folder}: transformers cannot load it: {error}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(f"tokenizer {folder}: not a fast tokenizer; save it with a tokenizer.json")
+    return tokenizer
