@@ -1,0 +1,63 @@
+"""The README.md of an exported model."""
+
+from string import Template
+
+from megatron_fbt.hf.configuration_fbt import FBTConfig
+
+TEMPLATE = Template(
+    """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- full-bandwidth-transformer
+- custom_code
+---
+
+# Full-Bandwidth Transformer
+
+A decoder-only transformer that feeds its top state back into the next position's input (arXiv:2608.08888), trained
+with megatron_fbt. $parameters parameters ($dtype), $layers layers, hidden size $hidden, vocabulary $vocabulary,
+trained on rows of $length tokens with up to $passes parallel passes.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+prompt = tokenizer("A prompt", return_tensors="pt", add_special_tokens=False)
+output = model.generate(prompt.input_ids, regime="$regime", max_new_tokens=64)
+print(tokenizer.decode(output[0], skip_special_tokens=True))
+```
+
+| regime | prompt | new tokens |
+|---|---|---|
+| `standard` | one plain pass | plain: an ordinary transformer |
+| `soft` | one plain pass | carry the top state |
+| `fused` | one plain pass, then `fused_passes` more that carry it | carry the top state |
+| `recurrent` | token by token (slow; for evaluation) | carry the top state |
+
+`model(input_ids, passes=K)` runs K parallel passes; with `labels` the loss is NLL(pass 1) + mean NLL(passes 2..K).
+Left-padded batches, beam search and several return sequences work; static caches and assisted decoding are refused.
+"""
+)
+
+
+def model_card(exported: FBTConfig, parameters: int, dtype: str) -> str:
+    """Fill in the card.
+
+    Args:
+        exported: The exported model's configuration.
+        parameters: Number of parameters, a tied matrix counted once.
+        dtype: Number format of the weights.
+    """
+    return TEMPLATE.substitute(
+        parameters=f"{parameters:,}",
+        dtype=dtype,
+        layers=exported.num_hidden_layers,
+        hidden=exported.hidden_size,
+        vocabulary=f"{exported.vocab_size:,}",
+        length=f"{exported.max_position_embeddings:,}",
+        passes=exported.passes,
+        regime=exported.regime,
+    )

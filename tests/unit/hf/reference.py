@@ -1,0 +1,162 @@
+"""An independent Full-Bandwidth Transformer: plain formulas in double precision on canonical weights, head by head."""
+
+from typing import Callable, Dict, List
+
+import torch
+from torch import Tensor
+
+from megatron_fbt.config.pretrain import PretrainConfig
+
+
+def tiny_config(**model_fields) -> PretrainConfig:
+    """A small configuration; fields of its model section may be set."""
+    config = PretrainConfig()
+    fields = {"num_layers": 2, "hidden_size": 48, "ffn_hidden_size": 40, "num_attention_heads": 4, "kv_channels": 12}
+    for name, value in {**fields, **model_fields}.items():
+        assert hasattr(config.model, name)
+        setattr(config.model, name, value)
+    config.precision.dtype = "fp32"
+    config.data.sequence_length = 64
+    return config
+
+
+def random_weights(config: PretrainConfig, vocab_size: int = 50, seed: int = 0) -> Dict[str, Tensor]:
+    """Every canonical weight, fp32, far from its initial value."""
+    model = config.model
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * 0.12
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    width, head = model.hidden_size, model.head_size
+    rows = (model.num_attention_heads + 2 * model.query_groups) * head
+    weights = {
+        "embedding.word_embeddings.weight": matrix(vocab_size, width) * 2.5,
+        "fusion.state_proj.weight": matrix(width, width),
+        "fusion.token_gate.weight": matrix(width, width) * 3,
+        "decoder.final_layernorm.weight": norm(width),
+    }
+    for index in range(model.num_layers):
+        prefix = f"decoder.layers.{index}."
+        weights[prefix + "input_layernorm.weight"] = norm(width)
+        weights[prefix + "self_attention.linear_qkv.weight"] = matrix(rows, width)
+        weights[prefix + "self_attention.linear_proj.weight"] = matrix(width, model.num_attention_heads * head)
+        weights[prefix + "pre_mlp_layernorm.weight"] = norm(width)
+        weights[prefix + "mlp.linear_fc1.weight"] = matrix(2 * model.ffn_size, width)
+        weights[prefix + "mlp.linear_fc2.weight"] = matrix(width, model.ffn_size)
+        if model.qk_layernorm:
+            weights[prefix + "self_attention.q_layernorm.weight"] = norm(head)
+            weights[prefix + "self_attention.k_layernorm.weight"] = norm(head)
+    if not model.share_embeddings_and_output_weights:
+        weights["output_layer.weight"] = matrix(vocab_size, width)
+    return weights
+
+
+class Reference:
+    """States and logits of one row of token ids."""
+
+    def __init__(self, weights: Dict[str, Tensor], config: PretrainConfig) -> None:
+        self.weights = {name: weight.double() for name, weight in weights.items()}
+        self.model = config.model
+        self.scale = config.feedback.input_scale
+
+    def norm(self, x: Tensor, weight: Tensor = None) -> Tensor:
+        unit = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.model.layernorm_epsilon)
+        return unit if weight is None else unit * weight
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        return self.weights["embedding.word_embeddings.weight"][ids]
+
+    def plain(self, ids: Tensor) -> Tensor:
+        embedding = self.embedding(ids)
+        return self.norm(embedding) if self.model.input_norm == "rms" else embedding
+
+    def fuse(self, ids: Tensor, state: Tensor) -> Tensor:
+        value = state @ self.weights["fusion.state_proj.weight"].T
+        gate = torch.sigmoid(self.norm(self.embedding(ids)) @ self.weights["fusion.token_gate.weight"].T)
+        return self.norm(value * gate) * self.scale
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotary embedding of [T, hn] by complex multiplication: channel c pairs with c + hn / 2."""
+        half = x.shape[1] // 2
+        rate = self.model.rotary_base ** (-torch.arange(half, dtype=torch.float64) * 2 / x.shape[1])
+        angle = torch.arange(len(x), dtype=torch.float64)[:, None] * rate
+        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([turned.real, turned.imag], dim=1)
+
+    def attention(self, x: Tensor, prefix: str) -> Tensor:
+        model, weights, hn = self.model, self.weights, self.model.head_size
+        share = model.num_attention_heads // model.query_groups
+        rows = weights[prefix + "linear_qkv.weight"].split(hn)  # one [hn, D] block a head
+        blocked = torch.triu(torch.ones(len(x), len(x), dtype=torch.bool), 1)
+        heads: List[Tensor] = []
+        for group in range(model.query_groups):
+            *query_rows, key_rows, value_rows = rows[group * (share + 2) : (group + 1) * (share + 2)]
+            key, value = x @ key_rows.T, x @ value_rows.T
+            if model.qk_layernorm:
+                key = self.norm(key, weights[prefix + "k_layernorm.weight"])
+            for query_row in query_rows:
+                query = x @ query_row.T
+                if model.qk_layernorm:
+                    query = self.norm(query, weights[prefix + "q_layernorm.weight"])
+                scores = self.turn(query) @ self.turn(key).T / hn**0.5
+                heads.append(scores.masked_fill(blocked, -torch.inf).softmax(-1) @ value)
+        return torch.cat(heads, dim=1) @ weights[prefix + "linear_proj.weight"].T
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Stack inputs [T, D] -> top states [T, D]."""
+        for index in range(self.model.num_layers):
+            prefix = f"decoder.layers.{index}."
+            x = x + self.attention(
+                self.norm(x, self.weights[prefix + "input_layernorm.weight"]), prefix + "self_attention."
+            )
+            inner = self.norm(x, self.weights[prefix + "pre_mlp_layernorm.weight"])
+            both = inner @ self.weights[prefix + "mlp.linear_fc1.weight"].T
+            gate, up = both[:, : self.model.ffn_size], both[:, self.model.ffn_size :]
+            x = x + (gate * torch.sigmoid(gate) * up) @ self.weights[prefix + "mlp.linear_fc2.weight"].T
+        return self.norm(x, self.weights["decoder.final_layernorm.weight"])
+
+    def logits(self, states: Tensor) -> Tensor:
+        head = self.weights.get("output_layer.weight", self.weights["embedding.word_embeddings.weight"])
+        return states @ head.T
+
+    def passes(self, ids: Tensor, count: int, plain: Callable[[int], bool] = lambda t: t == 0) -> List[Tensor]:
+        """Top states of each parallel pass; plain(t) says whether position t stays plain."""
+        return [self.stack(inputs) for inputs in self.pass_inputs(ids, count, plain)]
+
+    def pass_inputs(self, ids: Tensor, count: int, plain: Callable[[int], bool] = lambda t: t == 0) -> List[Tensor]:
+        inputs = [self.plain(ids)]
+        for _ in range(count - 1):
+            state = self.stack(inputs[-1])
+            rows = [
+                self.plain(ids[t]) if plain(t) else self.fuse(ids[t], state[t - 1]) for t in range(len(ids))
+            ]
+            inputs.append(torch.stack(rows))
+        return inputs
+
+    def continued(self, inputs: Tensor, ids: Tensor) -> Tensor:
+        """Stack inputs of the first positions given, every further token fused one by one: all top states."""
+        for t in range(len(inputs), len(ids)):
+            inputs = torch.cat([inputs, self.fuse(ids[t], self.stack(inputs)[-1])[None]])
+        return self.stack(inputs)
+
+    def regime(self, ids: Tensor, regime: str, prompt_length: int, fused_passes: int = 1) -> Tensor:
+        """Top states of prompt and further tokens, by the definition of the regime."""
+        prompt = ids[:prompt_length]
+        if regime == "standard":
+            return self.stack(self.plain(ids))
+        if regime == "recurrent":
+            return self.continued(self.plain(ids[:1]), ids)
+        count = 1 + fused_passes if regime == "fused" else 1
+        return self.continued(self.pass_inputs(prompt, count)[-1], ids)
+
+    def greedy(self, prompt: Tensor, regime: str, new_tokens: int, fused_passes: int = 1) -> List[int]:
+        """Greedy continuation in a regime."""
+        ids = prompt
+        for _ in range(new_tokens):
+            states = self.regime(ids, regime, len(prompt), fused_passes)
+            ids = torch.cat([ids, self.logits(states[-1:]).argmax(-1)])
+        return ids[len(prompt) :].tolist()
