@@ -88,7 +88,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         path = Path(path)
         if not path.is_file():
-            raise DataError(f"tokenizer {path}: no such file; data.tokenizer.path must name a SentencePiece .model file")
+            raise DataError(f"tokenizer {path}: no such file; it must be a SentencePiece .model file")
         content = path.read_bytes()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)

@@ -1,0 +1,219 @@
+"""Megatron's indexed data sets (.bin, .idx): writing whole pairs only, and checking a pair before it is mapped."""
+
+import os
+import shutil
+import struct
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator, Optional
+
+import numpy
+
+from megatron_fbt.data.encode import narrow_ids, token_dtype
+from megatron_fbt.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TOKEN_TYPES = {1: numpy.uint8, 2: numpy.int8, 3: numpy.int16, 4: numpy.int32, 5: numpy.int64, 8: numpy.uint16}
+_PART = 1 << 20
+"""Index entries looked at together, and tokens looked at by a check."""
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Import Megatron-Core without its warnings about absent GPU libraries, which data handling does not use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx under other names and gives them theirs at the very end.
+
+    An older pair of the same name is removed at once, so that no interrupted run leaves one that looks like its result.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int):
+        """Open the files.
+
+        Raises:
+            DataError: The folder cannot be written.
+        """
+        with quiet_import():
+            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        self.prefix, self.vocab_size = str(prefix), vocab_size
+        self.documents = self.tokens = 0
+        self._bin, self._idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self._partial_bin, self._partial_idx = Path(f"{prefix}.bin.partial"), Path(f"{prefix}.idx.partial")
+        self._builder = None
+        self.dtype = token_dtype(vocab_size)
+        try:
+            self._bin.parent.mkdir(parents=True, exist_ok=True)
+            for path in (self._idx, self._bin, self._partial_bin, self._partial_idx):
+                path.unlink(missing_ok=True)
+            self._builder = IndexedDatasetBuilder(str(self._partial_bin), dtype=self.dtype)
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def add(self, ids: numpy.ndarray, lengths: numpy.ndarray) -> None:
+        """Append documents.
+
+        Args:
+            ids: [tokens] ids of all of them, one after the other.
+            lengths: [documents] in tokens; none is 0.
+
+        Raises:
+            DataError: An id is outside the vocabulary, a document is too long for the format, or writing fails.
+        """
+        ids = narrow_ids(ids, self.vocab_size)
+        begin = 0
+        try:
+            for length in lengths.tolist():
+                if not 0 < length < 2**31:
+                    raise DataError(f"output {self.prefix}: a document of {length} tokens; 1 to {2**31 - 1} fit")
+                self._builder.add_document(ids[begin : begin + length], [length])
+                begin += length
+        except OSError as error:
+            raise self._write_error(error) from error
+        self.documents += len(lengths)
+        self.tokens += begin
+
+    def finish(self) -> None:
+        """Write the index and bring both files safely to the disk, still under their temporary names."""
+        try:
+            self._builder.finalize(str(self._partial_idx))
+            for path in (self._partial_bin, self._partial_idx):
+                with open(path, "rb+") as stream:
+                    os.fsync(stream.fileno())
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def publish(self) -> None:
+        """Give the files their names: first the data, then the index, without which the data are not looked at."""
+        try:
+            os.replace(self._partial_bin, self._bin)
+            os.replace(self._partial_idx, self._idx)
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def discard(self) -> None:
+        """Remove what was written under temporary names; harmless after ``publish``."""
+        try:
+            if self._builder is not None:
+                self._builder.data_file.close()
+        except OSError:
+            pass  # a full disk; the file goes anyway
+        self._partial_bin.unlink(missing_ok=True)
+        self._partial_idx.unlink(missing_ok=True)
+
+    def _write_error(self, error: OSError) -> DataError:
+        folder = self._bin.parent
+        free = shutil.disk_usage(folder).free if folder.exists() else 0
+        size = self.tokens * numpy.dtype(self.dtype).itemsize
+        return DataError(
+            f"output {self._bin}: cannot be written: {error.strerror or error} "
+            f"({size} bytes of tokens so far, {free} bytes free in {folder}); nothing is left of it"
+        )
+
+
+def check_indexed(prefix: str, vocab_size: Optional[int] = None) -> None:
+    """Check that a pair of files is complete and belongs together, in time proportional to the index.
+
+    Args:
+        prefix: Path without .bin and .idx.
+        vocab_size: If given, the ids of the first 2^20 tokens must be below it.
+
+    Raises:
+        DataError: Naming the file, the size found and the size expected.
+    """
+    bin_path, idx_path = f"{prefix}.bin", f"{prefix}.idx"
+    for path in (idx_path, bin_path):
+        if not os.path.isfile(path):
+            raise DataError(f"data set {path}: no such file; data.paths holds prefixes without .bin and .idx")
+    dtype, sequences, documents = _read_header(idx_path)
+    found, expected = os.path.getsize(idx_path), _HEADER.size + 12 * sequences + 8 * documents
+    if found != expected:
+        raise DataError(
+            f"data set {idx_path}: {found} bytes found, {expected} expected for {sequences} sequences; it is damaged "
+            "or cut, preprocess again"
+        )
+    tokens = _check_tables(idx_path, numpy.dtype(dtype).itemsize, sequences, documents)
+    found, expected = os.path.getsize(bin_path), tokens * numpy.dtype(dtype).itemsize
+    if found != expected:
+        raise DataError(
+            f"data set {bin_path}: {found} bytes found, {expected} expected by {idx_path} ({tokens} tokens of "
+            f"{numpy.dtype(dtype).itemsize} bytes); one of the two is cut or from another data set, preprocess again"
+        )
+    if tokens == 0:
+        raise DataError(f"data set {bin_path}: 0 bytes found, at least one token expected; it is empty")
+    if vocab_size is not None:
+        first = numpy.fromfile(bin_path, dtype=dtype, count=_PART)
+        check_ids(first, vocab_size, bin_path)
+
+
+def check_ids(ids: numpy.ndarray, vocab_size: int, source: str) -> None:
+    """Refuse ids that the vocabulary does not have.
+
+    Raises:
+        DataError: Naming the source and the id.
+    """
+    largest, smallest = int(ids.max()), int(ids.min())
+    if largest >= vocab_size or smallest < 0:
+        bad = smallest if smallest < 0 else largest
+        raise DataError(
+            f"data set {source}: token id {bad} is outside the vocabulary of {vocab_size} ids; data.tokenizer is not "
+            "the tokenizer that the data set was made with"
+        )
+
+
+def open_indexed(prefix: str, mmap: bool = True, vocab_size: Optional[int] = None):
+    """Megatron-Core's IndexedDataset over a pair of files that was checked first.
+
+    Args:
+        prefix: Path without .bin and .idx.
+        mmap: Memory-map the .bin file.
+        vocab_size: See check_indexed.
+
+    Raises:
+        DataError: See check_indexed.
+    """
+    with quiet_import():
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    check_indexed(prefix, vocab_size)
+    return IndexedDataset(str(prefix), multimodal=False, mmap=mmap)
+
+
+def _read_header(idx_path: str):
+    with open(idx_path, "rb") as stream:
+        header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise DataError(f"data set {idx_path}: {len(header)} bytes found, at least {_HEADER.size} expected; it is cut")
+    magic, version, code, sequences, documents = _HEADER.unpack(header)
+    if magic != _MAGIC or version != 1:
+        raise DataError(f"data set {idx_path}: it does not begin like the index of a Megatron data set")
+    if code not in _TOKEN_TYPES:
+        raise DataError(f"data set {idx_path}: token type {code} is not an integer type")
+    return _TOKEN_TYPES[code], sequences, documents
+
+
+def _check_tables(idx_path: str, item_size: int, sequences: int, documents: int) -> int:
+    """Check lengths, byte offsets and document bounds against one another; the number of tokens."""
+    tables = numpy.memmap(idx_path, mode="r", offset=0)
+    begin = _HEADER.size
+    lengths = tables[begin : begin + 4 * sequences].view(numpy.int32)
+    pointers = tables[begin + 4 * sequences : begin + 12 * sequences].view(numpy.int64)
+    bounds = tables[begin + 12 * sequences :].view(numpy.int64)
+    tokens = 0
+    for first in range(0, sequences, _PART):
+        part = lengths[first : first + _PART].astype(numpy.int64)
+        ends = numpy.cumsum(part) + tokens
+        if (part < 0).any() or not numpy.array_equal(pointers[first : first + _PART], (ends - part) * item_size):
+            raise DataError(f"data set {idx_path}: its byte offsets do not follow from its lengths; it is damaged")
+        tokens = int(ends[-1])
+    steps_back = any((numpy.diff(bounds[i : i + _PART + 1]) < 0).any() for i in range(0, documents, _PART))
+    if documents < 1 or bounds[0] != 0 or bounds[-1] != sequences or steps_back:
+        raise DataError(f"data set {idx_path}: its documents do not cover its {sequences} sequences; it is damaged")
+    return tokens

@@ -1,0 +1,242 @@
+"""Raw text files: finding them, reading them, and judging each record.
+
+A record is either one line of a JSON Lines file or one whole text file. Nothing here keeps more than a chunk in memory.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from typing import Iterator, List, Optional, Sequence, Tuple
+
+from megatron_fbt.errors import ConfigError, DataError
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+BLOCK = 1 << 20
+"""Bytes read at once."""
+
+EMPTY_TEXT = "empty_text"
+"""The one reason to leave out a record that is no fault: its text is empty or blank."""
+
+
+class BadRecord(ValueError):
+    """A record that cannot become a document.
+
+    Attributes:
+        kind: A word for reports, e.g. ``invalid_json``.
+    """
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(detail)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file to read.
+
+    Attributes:
+        path: Where it is.
+        size: Bytes on disk.
+    """
+
+    path: str
+    size: int
+
+
+def find_inputs(
+    paths: Sequence[str], input_format: str, suffixes: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> List[InputFile]:
+    """The files to read: those named, and those inside named folders in sorted order, hidden ones left out.
+
+    Args:
+        paths: Files and folders.
+        input_format: ``jsonl`` or ``files`` (each file is one document).
+        suffixes: Endings of file names to take from folders; empty = .jsonl, .jsonl.gz, .jsonl.zst for ``jsonl`` and
+            every file for ``files``.
+        exclude: Names of folders and files to leave out, e.g. ``site-packages``.
+
+    Raises:
+        DataError: A path does not exist or nothing was found.
+    """
+    endings = tuple(suffixes) or (JSONL_SUFFIXES if input_format == "jsonl" else ())
+    found = []
+    for path in paths:
+        if os.path.isdir(path):
+            found += _walk(path, endings, frozenset(exclude))
+        elif os.path.exists(path):
+            found.append(path)
+        else:
+            raise DataError(f"input {path}: no such file or folder")
+    if not found:
+        wanted = ", ".join(endings) if endings else "any name"
+        raise DataError(f"input {', '.join(map(str, paths))}: no file to read was found (looked for {wanted})")
+    return [InputFile(str(path), os.path.getsize(path)) for path in found]
+
+
+def _walk(folder: str, endings: Tuple[str, ...], exclude: frozenset) -> List[str]:
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in exclude)
+        for name in sorted(names):
+            path = os.path.join(root, name)
+            if name.startswith(".") or name in exclude or not os.path.isfile(path):
+                continue
+            if not endings or name.endswith(endings):
+                found.append(path)
+    return sorted(found, key=lambda path: path.split(os.sep))
+
+
+def read_blocks(file: InputFile) -> Iterator[Tuple[bytes, int]]:
+    """Decompressed blocks of a file, each with the number of bytes taken from disk so far.
+
+    Raises:
+        DataError: The file cannot be read, or its compressed content is cut or damaged.
+    """
+    try:
+        with open(file.path, "rb") as stream:
+            if file.path.endswith(".gz"):
+                yield from _gzip_blocks(stream)
+            elif file.path.endswith(".zst"):
+                yield from _zstd_blocks(stream)
+            else:
+                while block := stream.read(BLOCK):
+                    yield block, stream.tell()
+    except EOFError as error:
+        raise DataError(f"input {file.path}: the compressed file is cut off ({file.size} bytes on disk)") from error
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"input {file.path}: the compressed file is damaged: {error}") from error
+    except OSError as error:
+        raise DataError(f"input {file.path}: cannot be read: {error}") from error
+
+
+def _gzip_blocks(stream) -> Iterator[Tuple[bytes, int]]:
+    with gzip.GzipFile(fileobj=stream) as unpacked:
+        while block := unpacked.read(BLOCK):
+            yield block, stream.tell()
+
+
+def _zstd_blocks(stream) -> Iterator[Tuple[bytes, int]]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError("reading .zst files needs the package zstandard: pip install zstandard") from error
+    frame, pending = None, b""
+    try:
+        while True:
+            block = pending or stream.read(BLOCK // 8)
+            if not block:
+                break
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(block), stream.tell()
+            pending = b""
+            if frame.eof:
+                pending, frame = frame.unused_data, None
+    except zstandard.ZstdError as error:
+        raise zlib.error(str(error)) from error
+    if frame is not None:
+        raise EOFError
+
+
+def read_lines(file: InputFile) -> Iterator[Tuple[bytes, int]]:
+    """Lines of a file, line ends included, each with the number of bytes taken from disk so far."""
+    parts: List[bytes] = []
+    position = 0
+    for block, position in read_blocks(file):
+        lines = block.split(b"\n")
+        if len(lines) == 1:
+            parts.append(block)
+            continue
+        parts.append(lines[0])
+        yield b"".join(parts) + b"\n", position
+        for line in lines[1:-1]:
+            yield line + b"\n", position
+        parts = [lines[-1]]
+    rest = b"".join(parts)
+    if rest:
+        yield rest, position
+
+
+def parse_line(line: bytes, keys: Sequence[str]) -> List[Optional[str]]:
+    """The texts of one JSON Lines record.
+
+    Args:
+        line: With its line end.
+        keys: Names of the wanted texts.
+
+    Returns:
+        One text for each key; None where the text is empty or blank.
+
+    Raises:
+        BadRecord: The line is not exactly one JSON object, ended by a newline, with a text under each key.
+    """
+    if not line.strip():
+        raise BadRecord("blank_line", "the line is blank")
+    if line.startswith(b"\xef\xbb\xbf"):
+        raise BadRecord("byte_order_mark", "the line begins with a byte-order mark; save the file as UTF-8 without one")
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord("invalid_utf8", f"not UTF-8: {error.reason} at byte {error.start + 1} of the line") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("invalid_json", f"not one JSON object: {error}") from error
+    if line.endswith(b"\r\n"):
+        raise BadRecord("crlf", "the line ends with CR LF; convert the file to LF line ends")
+    if not line.endswith(b"\n"):
+        raise BadRecord("no_final_newline", "the last line has no line end: the file may be cut; if not, add one")
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"the line holds a JSON {type(record).__name__}, not an object")
+    return [_text_under(record, key) for key in keys]
+
+
+def _text_under(record: dict, key: str) -> Optional[str]:
+    if key not in record:
+        raise BadRecord("key_missing", f"the object has no key '{key}'")
+    text = record[key]
+    if not isinstance(text, str):
+        kind = "text_null" if text is None else "text_not_a_string"
+        raise BadRecord(kind, f"the value of '{key}' is {json.dumps(text)[:40]}, not a string")
+    return check_text(text)
+
+
+def check_text(text: str) -> Optional[str]:
+    """The text itself, or None if it is empty or blank.
+
+    Raises:
+        BadRecord: It holds a NUL or a lone surrogate.
+    """
+    if "\0" in text:
+        raise BadRecord("nul_character", "the text holds a NUL character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRecord("lone_surrogate", f"the text holds a lone surrogate at character {error.start + 1}") from error
+    return text if text.strip() else None
+
+
+def read_text_file(path: str) -> Optional[str]:
+    """The text of a whole file (UTF-8, or compressed UTF-8), or None if it is empty or blank.
+
+    Raises:
+        BadRecord: It is not UTF-8 text.
+        DataError: It cannot be read.
+    """
+    content = b"".join(block for block, _ in read_blocks(InputFile(path, os.path.getsize(path))))
+    try:
+        return check_text(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord("invalid_utf8", f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
+
+
+def iterate_documents(files: Sequence[InputFile], input_format: str, key: str) -> Iterator[str]:
+    """The texts of all good records in order; bad and blank ones are left out (for training a tokenizer)."""
+    for file in files:
+        lines = [(b"", 0)] if input_format == "files" else read_lines(file)
+        for line, _ in lines:
+            try:
+                text = read_text_file(file.path) if input_format == "files" else parse_line(line, [key])[0]
+            except BadRecord:
+                continue
+            if text is not None:
+                yield text

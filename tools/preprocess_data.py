@@ -1,0 +1,50 @@
+#!/usr/bin/env python3
+"""Tokenize text into Megatron's indexed data sets (.bin, .idx).
+
+example:
+  python tools/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus \
+      --tokenizer_type sentencepiece --tokenizer_path tokenizer.model --workers 8
+  python tools/preprocess_data.py --input sources/ --input_format files --suffix .py .rst .txt \
+      --output data/sources --tokenizer_path tokenizer.model
+
+Records with empty or blank text are left out and counted; a bad line is an error unless --skip_bad_lines is given.
+Exit codes: 0 done, 2 options, 3 data.
+"""
+
+import argparse
+import sys
+
+from megatron_fbt.data.encode import EncodeSettings
+from megatron_fbt.data.preprocess import PreprocessOptions, preprocess
+from megatron_fbt.data.tool import print_report, run_tool
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, help="files (.jsonl, .jsonl.gz, .jsonl.zst) or folders")
+    parser.add_argument("--output", required=True, help="prefix of the output files; with several keys PREFIX_KEY")
+    parser.add_argument("--tokenizer_type", choices=("sentencepiece", "huggingface"), default="sentencepiece")
+    parser.add_argument("--tokenizer_path", required=True, help="SentencePiece .model file or Hugging Face folder")
+    parser.add_argument("--json_key", nargs="+", default=["text"], help="keys of the texts, one output for each")
+    parser.add_argument(
+        "--input_format", choices=("jsonl", "files"), default="jsonl", help="files: each file is one document"
+    )
+    parser.add_argument("--suffix", nargs="+", default=[], help="endings of the files to take from folders")
+    parser.add_argument("--exclude", nargs="+", default=[], help="names of folders and files to leave out")
+    parser.add_argument("--workers", type=int, default=1, help="processes; the output is the same for any number")
+    parser.add_argument("--skip_bad_lines", action="store_true", help="leave out and count bad lines")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    settings = EncodeSettings(
+        args.tokenizer_type, args.tokenizer_path, tuple(args.json_key), args.input_format, args.skip_bad_lines
+    )
+    options = PreprocessOptions(args.input, args.output, settings, args.suffix, args.exclude, args.workers)
+    return run_tool(lambda: print_report(preprocess(options), args.json))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
