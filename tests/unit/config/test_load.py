@@ -1,0 +1,133 @@
+"""YAML to configuration and back."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fbt.config.feedback import FeedbackConfig, LossWeightsConfig, PassPhase
+from megatron_fbt.config.load import dump_yaml, load_yaml
+from megatron_fbt.config.model import ModelConfig
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.run import RunConfig
+from megatron_fbt.errors import ConfigError
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Write a text to a file and load it."""
+
+    def write_and_load(text):
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_yaml(path)
+
+    return write_and_load
+
+
+def test_values_and_defaults(load):
+    config = load("model: {num_layers: 6, layernorm_epsilon: 1e-3}\noptimizer: {lr: 2E-3}\ndata: {paths: [a, b]}\n")
+    assert config == PretrainConfig(
+        model=ModelConfig(num_layers=6, layernorm_epsilon=0.001),
+        optimizer=dataclasses.replace(PretrainConfig().optimizer, lr=0.002),
+        data=dataclasses.replace(PretrainConfig().data, paths=["a", "b"]),
+    )
+
+
+@pytest.mark.parametrize("keys", [("1", "2", "3"), ("'1'", "'2'", "'3'")])
+def test_schedule_with_integer_and_text_keys(load, keys):
+    one, two, three = keys
+    config = load(
+        f"feedback:\n  schedule:\n  - {{from_fraction: 0, passes: {{{one}: 1}}}}\n"
+        f"  - from_fraction: 5e-1\n    passes:\n      {two}: 0.88\n      {three}: 12e-2\n"
+    )
+    assert config.feedback.schedule == [PassPhase(0.0, {1: 1.0}), PassPhase(0.5, {2: 0.88, 3: 0.12})]
+    assert all(type(count) is int for phase in config.feedback.schedule for count in phase.passes)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model: {num_layer: 2}", ["model.num_layer", "did you mean model.num_layers?"]),
+        ("modl: {num_layers: 2}", ["modl", "did you mean model?"]),
+        ("model.num_layers: 2", ["model.num_layers"]),
+        ("feedback: {jitter: {scal: 0.1}}", ["feedback.jitter.scal", "feedback.jitter.scale"]),
+        ("feedback: {schedule: [{from_fraction: 0, pases: {1: 1}}]}", ["feedback.schedule[0].pases", "passes?"]),
+        ("feedback: {schedule: [{from_fraction: 0, passes: {one: 1}}]}", ["feedback.schedule", "one"]),
+        ("feedback: {schedule: 3}", ["feedback.schedule", "list of {from_fraction: number"]),
+        ("model: {num_layers: 2.5}", ["model.num_layers = 2.5", "integer"]),
+        ("model: {num_layers: two}", ["model.num_layers = two", "integer"]),
+        ("model: {qk_layernorm: 3}", ["model.qk_layernorm", "true or false"]),
+        ("model: {input_norm: rmsnorm}", ["model.input_norm = rmsnorm", "one of rms, none"]),
+        ("optimizer: {lr: fast}", ["optimizer.lr = fast", "number"]),
+        ("run: {dir: 5}", ["run.dir = 5", "text"]),
+        ("data: {paths: corpus}", ["data.paths = corpus", "list of text"]),
+        ("model:", ["model = null", "remove it"]),
+        ("model: 3", ["model = 3"]),
+        ("", ["holds no sections"]),
+        ("- 1", ["holds no sections"]),
+        ("model: {num_layers: 2", ["cannot be read as YAML", "line"]),
+        ("model:\n  num_layers: 2\n  num_layers: 4\n", ["'num_layers' is given twice", "line"]),
+        ("dry_run: true", ["dry_run: unknown key"]),
+        ("config: other.yaml", ["config: unknown key"]),
+    ],
+)
+def test_refused(load, text, parts):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert ";" in message
+
+
+def test_all_unknown_keys_at_once(load):
+    with pytest.raises(ConfigError) as caught:
+        load("model: {num_layer: 2, hiden_size: 3}\nlog: {}\n")
+    assert [name for name in ("num_layer", "hiden_size", "log") if name not in str(caught.value)] == []
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_yaml(tmp_path / "absent.yaml")
+
+
+def test_file_that_is_not_text(tmp_path):
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(ConfigError, match="binary.yaml"):
+        load_yaml(path)
+
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+TEXTS = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=12),
+    st.sampled_from(
+        ["1e3", "1.0", "null", "true", "yes", "0x1", "12_0", "2020-01-01", "a: b", "#x", "'", '"', " x ", "~"]
+    ),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=TEXTS, number=FLOATS, weights=st.none() | st.lists(FLOATS, max_size=3), passes=st.dictionaries(
+    st.integers(1, 16), FLOATS, min_size=1, max_size=3
+))  # fmt: skip
+def test_round_trip_is_exact(tmp_path_factory, text, number, weights, passes):
+    config = PretrainConfig(run=RunConfig(dir=text))
+    config.data.paths = [text, "plain"]
+    config.data.split = text
+    config.optimizer.lr = number
+    config.feedback = FeedbackConfig(
+        schedule=[PassPhase(number, passes)], loss_weights=LossWeightsConfig(per_pass=weights), input_scale=number
+    )
+    path = tmp_path_factory.mktemp("round_trip") / "config.yaml"
+    path.write_text(dump_yaml(config), encoding="utf-8")
+    loaded = load_yaml(path)
+    assert loaded == config
+    assert dump_yaml(loaded) == dump_yaml(config)
+
+
+def test_round_trip_of_defaults(load):
+    text = dump_yaml(PretrainConfig())
+    assert load(text) == PretrainConfig()
+    assert "layernorm_epsilon: 1.0e-05" in text

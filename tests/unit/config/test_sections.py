@@ -1,0 +1,267 @@
+"""Every field refuses what makes no sense, with its name, the value and a remedy."""
+
+import dataclasses
+import math
+
+import pytest
+
+from megatron_fbt.config.data import DataConfig, TokenizerConfig, parse_split
+from megatron_fbt.config.feedback import FeedbackConfig, LossWeightsConfig, PassPhase
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.training import TrainingConfig
+from megatron_fbt.errors import ConfigError
+
+
+def default_section(name):
+    config = PretrainConfig(training=TrainingConfig(train_steps=10))
+    section = config
+    for part in name.split("."):
+        section = getattr(section, part)
+    return section
+
+
+NAN, INF = math.nan, math.inf
+POSITIVE_INTEGERS = {
+    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
+    "make_vocab_size_divisible_by",
+    "parallel": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size",
+    "feedback": "eval_passes",
+    "data": "sequence_length",
+    "training": "train_steps train_samples train_tokens micro_batch_size global_batch_size eval_interval max_bad_steps",
+    "checkpoint": "save_interval keep_last",
+    "logging": "log_interval",
+}
+NUMBERS_ABOVE_ZERO = {
+    "model": "layernorm_epsilon rotary_base init_method_std",
+    "feedback": "input_scale",
+    "parallel": "collective_timeout_s",
+    "optimizer": "lr adam_eps",
+}
+NUMBERS_FROM_ZERO = {
+    "feedback.loss_weights": "first_pass extra_passes",
+    "feedback.jitter": "scale",
+    "optimizer": "min_lr weight_decay clip_grad",
+}
+FRACTIONS_BELOW_ONE = {
+    "model": "attention_dropout hidden_dropout",
+    "optimizer": "adam_beta1 adam_beta2",
+}
+SWITCHES = {
+    "model": "qk_layernorm share_embeddings_and_output_weights",
+    "parallel": "sequence_parallel overlap_grad_reduce",
+    "memory": "deallocate_pipeline_outputs",
+    "data": "mmap eod_mask_loss reset_attention_mask",
+    "feedback.prefix": "enabled",
+    "logging": "tensorboard",
+}
+CHOICES = {
+    "model": "input_norm transformer_impl",
+    "feedback": "fusion",
+    "feedback.prefix": "granularity",
+    "precision": "dtype",
+    "optimizer": "sharding lr_decay_style",
+    "data.tokenizer": "type",
+}
+
+
+def cases(table, *values):
+    return [(section, field, value) for section, names in table.items() for field in names.split() for value in values]
+
+
+REFUSED = [
+    *cases(POSITIVE_INTEGERS, 0, -1, 1.5, "4", True, NAN),
+    *cases(NUMBERS_ABOVE_ZERO, 0.0, -1.0, NAN, INF, -INF, "1", True, None),
+    *cases(NUMBERS_FROM_ZERO, -1e-9, NAN, INF, -INF, "1", False, None),
+    *cases(FRACTIONS_BELOW_ONE, -0.1, 1.0, NAN, INF, "0.1", None),
+    *cases(SWITCHES, 1, "true", None),
+    *cases(CHOICES, "other", None, 1),
+    *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters", "run": "seed"}, -1, 0.5, NAN, None),
+    *cases({"optimizer": "lr_decay_fraction"}, -0.1, 1.1, NAN, None),
+    *cases({"run": "dir"}, "", "  ", 3, None),
+    ("run", "seed", 2**32),
+    ("feedback", "eval_passes", 17),
+    ("model", "num_query_groups", 3),
+    ("model", "hidden_size", 130),
+    ("model", "hidden_size", 12),
+    ("model", "kv_channels", 33),
+    ("optimizer", "min_lr", 1.0),
+    ("parallel", "context_parallel_size", 2),
+    ("parallel", "sequence_parallel", True),
+    ("parallel", "overlap_grad_reduce", True),
+    ("training", "micro_batch_size", 3),
+    ("training", "rampup_batch_size", []),
+    ("training", "rampup_batch_size", [4, 2]),
+    ("training", "rampup_batch_size", [0, 2, 100]),
+    ("training", "rampup_batch_size", [4, -2, 100]),
+    ("training", "rampup_batch_size", [4, 2, 0]),
+    ("training", "rampup_batch_size", [8, 2, 100]),
+    ("training", "rampup_batch_size", [16, 2, 100]),
+    ("training", "rampup_batch_size", [4, 3, 100]),
+    ("training", "rampup_batch_size", [4, 2.0, 100]),
+    ("data", "reset_attention_mask", True),
+    ("data", "paths", ["a", ""]),
+    ("data", "paths", ["a", "b", "./a"]),
+    ("data", "paths", "a"),
+    ("data", "split", "0,1,1"),
+    ("data.tokenizer", "path", ""),
+    ("feedback", "schedule", []),
+    ("feedback", "schedule", [PassPhase(0.5, {1: 1.0})]),
+    ("feedback", "schedule", [PassPhase(0.0, {1: 1.0}), PassPhase(0.0, {2: 1.0})]),
+    ("feedback", "schedule", [PassPhase(0.0, {1: 1.0}), PassPhase(0.8, {2: 1.0}), PassPhase(0.5, {3: 1.0})]),
+    ("feedback", "schedule", [{"from_fraction": 0.0}]),
+]
+
+
+@pytest.mark.parametrize(("section_name", "field", "value"), REFUSED)
+def test_refused_by_name(section_name, field, value):
+    section = dataclasses.replace(default_section(section_name), **{field: value})
+    with pytest.raises(ConfigError) as caught:
+        section.validate()
+    message = str(caught.value)
+    relatives = {"micro_batch_size": "global_batch_size"}  # the rule names the larger of the two
+    fields = {field, relatives.get(field, field)}
+    assert any(f"{section_name}.{name} = " in message for name in fields), message
+    assert ";" in message, "no remedy"
+    assert caught.value.exit_code == 2
+
+
+def test_every_number_field_is_in_the_tables():
+    tables = (POSITIVE_INTEGERS, NUMBERS_ABOVE_ZERO, NUMBERS_FROM_ZERO, FRACTIONS_BELOW_ONE, SWITCHES, CHOICES)
+    covered = {f"{section}.{field}" for section, field, _ in REFUSED}
+    assert all(f"{section}.{field}" in covered for table in tables for section, field, _ in cases(table, 0))
+    accepted_as_they_are = {"data.weights", "data.cache_dir", "feedback.loss_weights.per_pass"}
+    assert leaf_fields(PretrainConfig(), "") - covered == accepted_as_they_are
+
+
+def leaf_fields(section, prefix):
+    found = set()
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= leaf_fields(value, f"{prefix}{field.name}.")
+        else:
+            found.add(prefix + field.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section_name", "field", "value"),
+    [
+        *cases(FRACTIONS_BELOW_ONE, 0, 0.0, 0.999),
+        *cases(NUMBERS_FROM_ZERO, 0),
+        *cases(NUMBERS_ABOVE_ZERO, 1, 1e-4),
+        ("feedback", "eval_passes", 16),
+        ("run", "seed", 2**32 - 1),
+        ("training", "rampup_batch_size", [2, 2, 100]),
+        ("training", "eval_iters", 0),
+        ("model", "kv_channels", 12),
+        ("optimizer", "lr_decay_fraction", 1),
+    ],
+)
+def test_edges_are_accepted(section_name, field, value):
+    if field == "lr":
+        assert dataclasses.replace(default_section("optimizer"), lr=value, min_lr=0.0).problems() == []
+        return
+    assert dataclasses.replace(default_section(section_name), **{field: value}).problems() == []
+
+
+@pytest.mark.parametrize(
+    "length", [{}, {"train_steps": 1, "train_tokens": 9}, {"train_steps": 1, "train_samples": 1, "train_tokens": 1}]
+)
+def test_exactly_one_length(length):
+    with pytest.raises(ConfigError, match="exactly one"):
+        TrainingConfig(**length).validate()
+
+
+@pytest.mark.parametrize("passes", [{}, {0: 1.0}, {17: 1.0}, {1: 0.5}, {1: 0.6, 2: 0.6}, {1: 1.0, 2: 0.0}])
+@pytest.mark.parametrize("index", [0, 1])
+def test_wrong_distribution_names_its_phase(passes, index):
+    schedule = [PassPhase(0.0, {1: 1.0}), PassPhase(0.5, {2: 1.0})]
+    schedule[index].passes = passes
+    with pytest.raises(ConfigError, match=rf"feedback\.schedule\[{index}\]\.passes = "):
+        FeedbackConfig(schedule=schedule).validate()
+
+
+@pytest.mark.parametrize("share", [NAN, INF, -0.5, "1", None])
+def test_wrong_probability(share):
+    with pytest.raises(ConfigError, match=r"feedback\.schedule\[0\]\.passes"):
+        FeedbackConfig(schedule=[PassPhase(0.0, {1: share, 2: 1.5})]).validate()
+
+
+@pytest.mark.parametrize("fraction", [NAN, -0.1, 1.0, "0", None])
+def test_wrong_fraction(fraction):
+    with pytest.raises(ConfigError, match=r"feedback\.schedule\[0\]\.from_fraction"):
+        FeedbackConfig(schedule=[PassPhase(fraction, {1: 1.0})]).validate()
+
+
+@pytest.mark.parametrize(
+    "weights", [[], [1.0], [0.0, 1.0], [0.0, 0.0], [-1.0, 1.0], [NAN, 1.0], [INF, 1.0], ["1", 1.0]]
+)
+def test_wrong_weights_of_passes(weights):
+    feedback = FeedbackConfig(loss_weights=LossWeightsConfig(per_pass=weights))
+    with pytest.raises(ConfigError, match=r"feedback\.loss_weights\.per_pass"):
+        feedback.validate()
+
+
+def test_weights_of_passes_cover_the_schedule():
+    FeedbackConfig(loss_weights=LossWeightsConfig(per_pass=[1.0, 0.0])).validate()
+    only_three = [PassPhase(0.0, {3: 1.0})]
+    FeedbackConfig(schedule=only_three, loss_weights=LossWeightsConfig(per_pass=[0.0, 2.0])).validate()
+
+
+def test_no_pass_in_the_loss():
+    FeedbackConfig(loss_weights=LossWeightsConfig(first_pass=0.0)).validate()
+    with pytest.raises(ConfigError, match="first_pass"):
+        FeedbackConfig(loss_weights=LossWeightsConfig(first_pass=0.0, extra_passes=0.0)).validate()
+
+
+@pytest.mark.parametrize(
+    "text", ["-1,1,0", "90,abc5,5", "0,0,0", "nan,1,1", "inf,1,1", "1,1,1,1", "1,1", "", ",,", "a"]
+)
+def test_split_refused_with_its_text(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_split(text)
+    assert repr(text) in str(caught.value)
+    with pytest.raises(ConfigError, match="data.split"):
+        DataConfig(split=text).validate()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("969, 30, 1", (969, 30, 1)), ("100,0,0", (100, 0, 0)), ("0,1,1", (0, 1, 1)), ("0.9,0.1,0", (0.9, 0.1, 0))],
+)
+def test_split_accepted(text, parts):
+    assert parse_split(text) == parts
+
+
+@pytest.mark.parametrize("weights", [(0.001, 0.999), (3, 7), (1e-12, 1.0)])
+def test_weights_accepted(weights):
+    DataConfig(paths=["a", "b"], weights=list(weights)).validate()
+
+
+@pytest.mark.parametrize("weights", [(0, 1), (-1.0, 1.0), (NAN, 1.0), (INF, 1.0), (1.0,), (1.0, 1.0, 1.0), ()])
+def test_weights_refused(weights):
+    with pytest.raises(ConfigError, match=r"data\.weights"):
+        DataConfig(paths=["a", "b"], weights=list(weights)).validate()
+
+
+def test_nested_section_is_checked():
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.path"):
+        DataConfig(tokenizer=TokenizerConfig(path=" ")).validate()
+
+
+def test_all_problems_at_once():
+    section = dataclasses.replace(default_section("model"), num_layers=0, rotary_base=NAN, vocab_size=-5)
+    with pytest.raises(ConfigError) as caught:
+        section.validate()
+    assert [name in str(caught.value) for name in ("num_layers = 0", "rotary_base = nan", "vocab_size = -5")] == [
+        True
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("fraction", "steps", "start"), [(0.75, 1000, 750), (0.07, 100, 7), (0.5, 3, 2), (1e-9, 10, 1), (0.0, 9, 0)]
+)
+def test_phase_start_steps(fraction, steps, start):
+    feedback = FeedbackConfig(schedule=[PassPhase(0.0, {1: 1.0}), PassPhase(fraction, {2: 1.0})])
+    assert feedback.phase_start_steps(steps) == [0, start]
