@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.11,<3.14",
+    python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_fbt", "megatron_fbt.*"]),
     install_requires=[
         "torch>=2.6",
