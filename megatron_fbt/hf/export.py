@@ -105,6 +105,8 @@ def export_model(
         for name in CODE_FILES:
             shutil.copyfile(Path(__file__).with_name(name), partial / name)
         parameters = sum(tensor.numel() for tensor in tensors.values())
+        for path in partial.glob("*.safetensors"):  # safetensors makes files that only their owner may read
+            shutil.copymode(partial / "config.json", path)
         (partial / "README.md").write_text(model_card(exported, parameters, dtype_name), encoding="utf-8")
         move_into_place(partial, output)
     except (OSError, SafetensorError) as error:

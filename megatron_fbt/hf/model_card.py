@@ -24,7 +24,7 @@ trained on rows of $length tokens with up to $passes parallel passes.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder", trust_remote_code=True)
 prompt = tokenizer("A prompt", return_tensors="pt", add_special_tokens=False)
 output = model.generate(prompt.input_ids, regime="$regime", max_new_tokens=64)
 print(tokenizer.decode(output[0], skip_special_tokens=True))

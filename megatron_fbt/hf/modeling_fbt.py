@@ -52,7 +52,7 @@ class FBTOutput(CausalLMOutputWithPast):
 
 def unit_rms(x, eps):
     """N(x) = x / sqrt(mean(x^2) + eps), computed in fp32."""
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 

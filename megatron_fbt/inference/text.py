@@ -87,14 +87,19 @@ def load_model(folder: Union[str, Path], device: Optional[str] = None) -> Tuple[
         device: Where to compute; None = the GPU where there is one.
 
     Raises:
+        ConfigError: No such device here.
         CheckpointError: The folder holds no exported model, or a damaged one.
     """
     check_model_folder(folder)
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    number_format = {"dtype" if version >= (4, 56) else "torch_dtype": "auto"}
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {device}: not available here ({str(error).splitlines()[0]})") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    number_format = {"dtype" if version >= (4, 56) else "torch_dtype": "auto"}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), trust_remote_code=True, local_files_only=True, **number_format
         )

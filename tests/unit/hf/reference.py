@@ -26,7 +26,7 @@ def random_weights(config: PretrainConfig, vocab_size: int = 50, seed: int = 0) 
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * 0.12
+        return torch.randn(*shape, generator=generator) * 0.08
 
     def norm(size: int) -> Tensor:
         return 1 + 0.3 * torch.randn(size, generator=generator)
@@ -34,7 +34,7 @@ def random_weights(config: PretrainConfig, vocab_size: int = 50, seed: int = 0) 
     width, head = model.hidden_size, model.head_size
     rows = (model.num_attention_heads + 2 * model.query_groups) * head
     weights = {
-        "embedding.word_embeddings.weight": matrix(vocab_size, width) * 2.5,
+        "embedding.word_embeddings.weight": matrix(vocab_size, width) * 3,
         "fusion.state_proj.weight": matrix(width, width),
         "fusion.token_gate.weight": matrix(width, width) * 3,
         "decoder.final_layernorm.weight": norm(width),
@@ -131,9 +131,7 @@ class Reference:
         inputs = [self.plain(ids)]
         for _ in range(count - 1):
             state = self.stack(inputs[-1])
-            rows = [
-                self.plain(ids[t]) if plain(t) else self.fuse(ids[t], state[t - 1]) for t in range(len(ids))
-            ]
+            rows = [self.plain(ids[t]) if plain(t) else self.fuse(ids[t], state[t - 1]) for t in range(len(ids))]
             inputs.append(torch.stack(rows))
         return inputs
 
