@@ -1,0 +1,68 @@
+"""tools/corpus_entropy.py and tools/show_validation.py, which close the quick start."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+
+def run(tool, *arguments):
+    command = [sys.executable, f"tools/{tool}.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def write_dataset(prefix, documents):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for document in documents:
+        builder.add_document(numpy.array(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def test_entropy_over_all_data_sets(tmp_path):
+    write_dataset(tmp_path / "a", [[0, 0, 7], [7]])
+    write_dataset(tmp_path / "b", [[7, 7, 300, 1]])
+    report = json.loads(run("corpus_entropy", tmp_path / "a", tmp_path / "b", "--json").stdout)
+    shares = [2 / 8, 4 / 8, 1 / 8, 1 / 8]
+    expected = -sum(share * math.log(share) for share in shares)
+    assert report == {"tokens": 8, "distinct_tokens": 4, "unigram_entropy": round(expected, 4)}
+
+
+def test_entropy_of_a_data_set_that_is_not_there(tmp_path):
+    ended = run("corpus_entropy", tmp_path / "nothing")
+    assert ended.returncode == 3 and "nothing" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    rows = [
+        {"step": 1, "loss": 9.0},
+        {"step": 2, "loss": 7.0, "validation_loss_pass_1": 6.5, "validation_loss_pass_2": 8.125},
+        {"step": 3, "loss": 5.0, "validation_loss_pass_1": 4.5, "validation_loss_pass_2": 4.25},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "va')
+    return tmp_path
+
+
+def test_table_has_a_row_for_each_validation_and_a_column_for_each_pass(run_folder):
+    ended = run("show_validation", "--run", run_folder, "--unigram_entropy", 5.0, "--margin", 0.5)
+    assert ended.returncode == 0
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert lines[0] == ["step", "pass", "1", "pass", "2"]
+    assert lines[1:3] == [["2", "6.5000", "8.1250"], ["3", "4.5000", "4.2500"]]
+    assert "5.0000" in lines[3]
+
+
+@pytest.mark.parametrize("margin, code", [(0.5, 0), (0.51, 1)])
+def test_the_worst_pass_of_the_last_validation_decides(run_folder, margin, code):
+    ended = run("show_validation", "--run", run_folder, "--unigram_entropy", 5.0, "--margin", margin, "--json")
+    assert ended.returncode == code
+    assert json.loads(ended.stdout)["validations"][-1] == {"step": 3, "losses": [4.5, 4.25]}
+
+
+def test_a_run_without_validation_is_an_error(tmp_path):
+    ended = run("show_validation", "--run", tmp_path)
+    assert ended.returncode == 3 and "metrics.jsonl" in ended.stderr
