@@ -1,0 +1,206 @@
+"""K passes over a pipeline: pass k of a stage is a virtual pipeline chunk over shared weights.
+
+F(micro batch m, pass k, stage s) needs F(m, k, s-1), or F(m, k-1, last) when s = 0 and k > 0. Those are the dependencies
+of Megatron-Core's interleaved schedule, whose ring sends the last stage's output of chunk k to the first stage's chunk
+k + 1. So that schedule runs the K passes unchanged.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import List, Optional, Sequence
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import make_viewless_tensor
+
+from megatron_fbt.config.feedback import FeedbackConfig, PrefixConfig
+from megatron_fbt.core.stage import FBTStage
+from megatron_fbt.data.batch import MicroBatch
+from megatron_fbt.feedback.jitter import jitter_noise
+from megatron_fbt.feedback.prefix import fused_positions
+from megatron_fbt.model.loss import AttachLoss, pass_loss_weights
+
+
+@dataclass
+class Recipe:
+    """What the passes of one batch need beside the tokens."""
+
+    feedback: FeedbackConfig
+    seed: int
+    training: bool
+
+    def fused(self, batch: MicroBatch, pass_number: int) -> torch.Tensor:
+        """Positions fused in a pass: [b, s] bool. Validation fuses all but document starts."""
+        prefix = self.feedback.prefix if self.training else PrefixConfig(enabled=False)
+        return fused_positions(prefix, batch.document_starts, batch.sample_ids, pass_number, self.seed)
+
+    @property
+    def jitter_scale(self) -> float:
+        """Half-width of the noise on the carried state."""
+        return self.feedback.jitter.scale if self.training else 0.0
+
+
+class PassTotals:
+    """Sums of the masked NLL of each pass and of the loss tokens, over the micro-batches of this rank."""
+
+    def __init__(self, passes: int, device: torch.device):
+        self.nll = torch.zeros(passes, device=device)
+        self.tokens = torch.zeros((), device=device)
+
+    def add(self, pass_index: int, nll: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count one micro-batch of one pass (passes are counted from 0 here); tokens are counted in the first."""
+        self.nll[pass_index] += nll.detach()
+        if pass_index == 0:
+            self.tokens += tokens
+
+
+class PassView(torch.nn.Module):
+    """One pass over the shared stage module, in the shape of a virtual pipeline chunk.
+
+    Args:
+        stage: owned elsewhere: K views share one set of parameters.
+        index: pass, counted from 0; also the virtual chunk number.
+        weights: loss weight of every pass of the step.
+        recipe: prefix mix-in and jitter.
+        totals: where the losses are summed.
+        config: Megatron-Core's configuration for the schedule, a copy with the virtual size set.
+    """
+
+    def __init__(self, stage: FBTStage, index: int, weights: List[float], recipe: Recipe, totals: PassTotals, config):
+        super().__init__()
+        object.__setattr__(self, "stage", stage)  # not registered as a child
+        self.vp_stage, self.weights, self.recipe, self.totals = index, weights, recipe, totals
+        self.config, self.model_type = config, stage.model_type
+        self.received: Optional[torch.Tensor] = None
+
+    @property
+    def is_last_pass(self) -> bool:
+        """Whether this pass returns its loss instead of sending its state on."""
+        return self.vp_stage == len(self.weights) - 1
+
+    def set_input_tensor(self, tensors) -> None:
+        """Take what the previous stage, or the last stage's previous pass, has sent."""
+        self.received = tensors[0] if isinstance(tensors, list) else tensors
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Run the pass on this stage.
+
+        Returns:
+            What goes to the next stage or pass, [s/tp, b, h]; on the last stage of the last pass the weighted sum of
+            the masked losses.
+        """
+        stage = self.stage
+        hidden = self._first_inputs(batch) if stage.pre_process else self.received
+        self.received = None
+        states = stage.run_layers(hidden, batch.document_starts.size(1))
+        if not stage.post_process:
+            return states
+        loss = self._weighted_loss(states, batch)
+        if self.is_last_pass:
+            return loss
+        attached = AttachLoss.apply(states, loss)
+        # The identity returns a view, which Megatron-Core's output deallocation refuses.
+        return make_viewless_tensor(inp=attached, requires_grad=attached.requires_grad, keep_graph=True)
+
+    def _first_inputs(self, batch: MicroBatch) -> torch.Tensor:
+        if self.vp_stage == 0:
+            return self.stage.first_inputs(batch.tokens, None, None)
+        states, pass_number = self.received, self.vp_stage + 1
+        layout = self.stage.layout
+        shard = states.size(0)
+        begin = layout.tensor_rank * shard if layout.sequence_shards > 1 else 0
+        fused = self.recipe.fused(batch, pass_number)[:, begin : begin + shard].t().contiguous()
+        if self.recipe.jitter_scale > 0:
+            positions = torch.arange(begin, begin + shard, device=states.device)
+            noise = jitter_noise(
+                self.recipe.jitter_scale, batch.sample_ids, positions, pass_number, states.size(2), self.recipe.seed
+            )
+            states = states + noise.to(states.dtype)
+        return self.stage.first_inputs(batch.tokens, states, fused)
+
+    def _weighted_loss(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Weighted sum of the masked losses of this pass (a scalar)."""
+        mask = batch.loss_mask.t()
+        nll = (self.stage.losses(states, batch.labels) * mask).sum()
+        self.totals.add(self.vp_stage, nll, mask.sum())
+        return nll * self.weights[self.vp_stage]
+
+
+class UnrolledPasses(torch.nn.Module):
+    """All passes of a micro-batch one after the other, for a model that is not split into stages."""
+
+    def __init__(self, views: Sequence[PassView]):
+        super().__init__()
+        object.__setattr__(self, "views", list(views))
+        self.config, self.model_type = views[0].config, views[0].model_type
+
+    def set_input_tensor(self, tensors) -> None:
+        """There is no previous stage."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Weighted sum of the losses of all passes; the attached ones join in the backward."""
+        output = None
+        for view in self.views:
+            view.set_input_tensor(output)
+            output = view(batch)
+        return output
+
+
+def _schedule_config(stage: FBTStage, passes: int):
+    config = copy.copy(stage.config)
+    if passes > 1 and stage.layout.pipeline_size > 1:
+        config.virtual_pipeline_model_parallel_size = passes
+        config.microbatch_group_size_per_vp_stage = stage.layout.pipeline_size
+        # With two stages the next and the previous rank are the same one: batched calls would match sends to the
+        # wrong receives, silently. Overlapped calls order them by the parity of the rank.
+        config.overlap_p2p_comm = True
+    return config
+
+
+def _forward_step(iterator, view):
+    batch = next(iterator)
+    output = view(batch)
+    ignored = torch.zeros((), dtype=torch.int, device=output.device)
+    return output, lambda loss: (loss, ignored, {})
+
+
+def run_passes(
+    stage: FBTStage, micro_batches: Sequence[MicroBatch], passes: int, recipe: Recipe, forward_only: bool = False
+) -> PassTotals:
+    """Forward and, unless forward_only, backward of K passes over the micro-batches of this rank.
+
+    Gradients are those of the *sum* over this rank's loss tokens of sum_k w_k NLL_k; they are neither reduced over
+    ranks nor divided.
+
+    Args:
+        stage: this rank's stage.
+        micro_batches: the same number on every rank; each is used once by each pass.
+        passes: K, the same on every rank.
+        recipe: prefix mix-in and jitter.
+        forward_only: no backward.
+
+    Returns:
+        Sums on the last stage's ranks; zeros elsewhere.
+    """
+    weights = pass_loss_weights(recipe.feedback.loss_weights, passes)
+    totals = PassTotals(passes, stage.layout.device)
+    config = _schedule_config(stage, passes)
+    views = [PassView(stage, index, weights, recipe, totals, config) for index in range(passes)]
+    common = {
+        "forward_step_func": _forward_step,
+        "num_microbatches": len(micro_batches),
+        "seq_length": micro_batches[0].document_starts.size(1),
+        "micro_batch_size": micro_batches[0].document_starts.size(0),
+        "forward_only": forward_only,
+    }
+    if stage.layout.pipeline_size == 1:
+        chunk = UnrolledPasses(views)
+        schedules.forward_backward_no_pipelining(data_iterator=iter(micro_batches), model=chunk, **common)
+    elif passes == 1:
+        schedules.forward_backward_pipelining_without_interleaving(
+            data_iterator=iter(micro_batches), model=views[0], **common
+        )
+    else:
+        iterators = [iter(micro_batches) for _ in views]
+        schedules.forward_backward_pipelining_with_interleaving(data_iterator=iterators, model=views, **common)
+    return totals

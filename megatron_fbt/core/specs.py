@@ -1,0 +1,116 @@
+"""Layer specs of the two backends, and Megatron-Core's configuration built from ours."""
+
+from typing import List
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.backends import resolve_backend
+from megatron_fbt.model.layers import RMSNorm, SDPAttention
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _keep_uninitialised(weight: torch.Tensor) -> None:
+    """Initial values are set by megatron_fbt.model.initialise, not by the layers."""
+
+
+def transformer_config(config: PretrainConfig) -> TransformerConfig:
+    """Megatron-Core's configuration of the stack."""
+    model, parallel, dtype = config.model, config.parallel, DTYPES[config.precision.dtype]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_size,
+        qk_layernorm=model.qk_layernorm,
+        layernorm_epsilon=model.layernorm_epsilon,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        init_method=_keep_uninitialised,
+        output_layer_init_method=_keep_uninitialised,
+        embedding_init_method=_keep_uninitialised,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        deallocate_pipeline_outputs=config.memory.deallocate_pipeline_outputs,
+        batch_p2p_comm=False,
+        calculate_per_token_loss=True,
+    )
+
+
+def _layer_parts(backend: str) -> dict:
+    if backend == "torch":
+        return {
+            "norm": RMSNorm,
+            "column": tensor_parallel.ColumnParallelLinear,
+            "row": tensor_parallel.RowParallelLinear,
+            "attention": SDPAttention,
+        }
+    from megatron.core.extensions import transformer_engine as te
+
+    return {
+        "norm": te.TENorm,
+        "column": te.TEColumnParallelLinear,
+        "row": te.TERowParallelLinear,
+        "attention": te.TEDotProductAttention,
+    }
+
+
+def layer_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
+    """One pre-norm transformer layer; parameter names are the same in both backends."""
+    parts = _layer_parts(backend)
+    qk_norm = parts["norm"] if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=parts["column"],
+        core_attention=parts["attention"],
+        linear_proj=parts["row"],
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts["norm"],
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=parts["norm"],
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=parts["column"], linear_fc2=parts["row"])),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(config: TransformerConfig, transformer_impl: str) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and its final norm."""
+    backend = resolve_backend(transformer_impl)
+    layers: List[ModuleSpec] = [layer_spec(config, backend)] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_layer_parts(backend)["norm"])

@@ -1,0 +1,146 @@
+"""One pipeline stage of a Full-Bandwidth Transformer, composed of Megatron-Core's parts.
+
+Shapes: s sequence, b micro batch, h hidden; states between stages are [s/tp, b, h] under sequence parallelism.
+"""
+
+from typing import Dict, Optional
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.parallel import Layout
+from megatron_fbt.core.specs import block_spec, transformer_config
+from megatron_fbt.model.fusion import build_fusion
+from megatron_fbt.model.initialise import global_name, initialise_parameters
+from megatron_fbt.model.layers import rms_normalize
+from megatron_fbt.model.loss import token_losses
+
+
+class FBTStage(LanguageModule):
+    """Embedding and fusion (first stage), layers, final norm and output head (last stage).
+
+    Args:
+        config: the whole configuration.
+        layout: this process's place.
+        vocab_size: entries of the vocabulary.
+        padded_vocab_size: rows of embedding and head.
+    """
+
+    def __init__(self, config: PretrainConfig, layout: Layout, vocab_size: int, padded_vocab_size: int):
+        mcore: TransformerConfig = transformer_config(config)
+        super().__init__(config=mcore, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.input_norm = config.model.input_norm
+        self.pre_process, self.post_process = layout.is_first_stage, layout.is_last_stage
+        self.share_embeddings_and_output_weights = config.model.share_embeddings_and_output_weights
+        self.model_type = ModelType.encoder_or_decoder
+        sequence_length = config.data.sequence_length
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                mcore, padded_vocab_size, sequence_length, position_embedding_type="rope", tp_group=self.tp_group
+            )
+            self.fusion = build_fusion(config.feedback.fusion, mcore, config.feedback.input_scale, self.tp_group)
+        self.rotary_pos_emb = RotaryEmbedding(
+            kv_channels=mcore.kv_channels,
+            rotary_percent=1.0,
+            rotary_base=config.model.rotary_base,
+            use_cpu_initialization=mcore.use_cpu_initialization,
+            cp_group=self.cp_group,
+        )
+        self.decoder = TransformerBlock(
+            mcore,
+            block_spec(mcore, config.model.transformer_impl),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+        )
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                mcore.hidden_size,
+                padded_vocab_size,
+                config=mcore,
+                init_method=mcore.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                tp_group=self.tp_group,
+            )
+        self.setup_embeddings_and_output_layer()
+        initialise_parameters(
+            self.global_parameters(), config.model, vocab_size, config.run.seed, layout.tensor_rank, layout.tensor_size
+        )
+
+    def global_parameters(self) -> Dict[str, torch.nn.Parameter]:
+        """This stage's parameters by their names in the whole model."""
+        first_layer = self.decoder.layers[0].layer_number - 1
+        tied = self.share_embeddings_and_output_weights
+        return {global_name(name, first_layer, tied): param for name, param in self.named_parameters()}
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """e: [b, s] token ids -> [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
+        return self.embedding(input_ids=tokens, position_ids=None)
+
+    def first_inputs(
+        self, tokens: torch.Tensor, states: Optional[torch.Tensor], fused: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        """The stack's inputs u on the first stage.
+
+        Args:
+            tokens: [b, s].
+            states: h of the previous pass, jittered, not shifted, [s/tp, b, h]; None in the plain pass.
+            fused: [s/tp, b] bool, positions that are fused; the others stay plain.
+
+        Returns:
+            [s/tp, b, h].
+        """
+        embedded = self.embed(tokens)
+        if states is None and self.input_norm == "none":
+            return embedded
+        normed = rms_normalize(embedded, self.config.layernorm_epsilon)
+        plain = normed if self.input_norm == "rms" else embedded
+        if states is None:
+            return plain
+        return torch.where(fused[..., None], self.fusion(normed, states), plain)
+
+    def run_layers(self, hidden: torch.Tensor, sequence_length: int) -> torch.Tensor:
+        """Run this stage's layers and, on the last stage, the final norm.
+
+        Args:
+            hidden: [s/tp, b, h].
+            sequence_length: s, of the whole row.
+        """
+        if not self.pre_process:
+            self.decoder.set_input_tensor(hidden)
+        return self.decoder(
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=self.rotary_pos_emb(sequence_length)
+        )
+
+    def losses(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood of each label given top states.
+
+        Args:
+            states: [s/tp, b, h].
+            labels: [b, s].
+
+        Returns:
+            float32 [s, b].
+        """
+        layout = self.layout
+        return token_losses(self.logits(states), labels, self.vocab_size, layout.tensor_rank, layout.tensor_size)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[s/tp, b, h] -> [s, b, v/tp], this rank's part of the padded vocabulary."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(states, weight=weight)[0]
+
+    def set_input_tensor(self, tensor) -> None:
+        """Inputs are passed to run_layers; Megatron-Core's schedules call this on every module."""

@@ -1,0 +1,50 @@
+"""Which positions are fused in an extra pass: document starts and prefix mix-in (method section 4)."""
+
+import torch
+
+from megatron_fbt.config.feedback import PrefixConfig
+from megatron_fbt.feedback.counter import PREFIX, counter_hash, uniform
+
+
+def document_spans(document_starts: torch.Tensor) -> tuple:
+    """Index, start and length of the document (or part of one) that each position of a row lies in.
+
+    Args:
+        document_starts: [b, s] bool; position 0 of every row is one.
+
+    Returns:
+        Three int64 tensors [b, s].
+    """
+    positions = torch.arange(document_starts.size(1), device=document_starts.device).expand_as(document_starts)
+    index = document_starts.long().cumsum(1) - 1
+    start = torch.where(document_starts, positions, 0).cummax(1).values
+    lengths = torch.zeros_like(index).scatter_add_(1, index, torch.ones_like(index))
+    return index, start, lengths.gather(1, index)
+
+
+def fused_positions(
+    config: PrefixConfig, document_starts: torch.Tensor, sample_ids: torch.Tensor, pass_number: int, seed: int
+) -> torch.Tensor:
+    """Positions whose input is fused in pass `pass_number` >= 2 of training.
+
+    Args:
+        config: prefix mix-in.
+        document_starts: [b, s] bool.
+        sample_ids: [b] int64, places in the global consumed order.
+        pass_number: k, counted from 1.
+        seed: run.seed.
+
+    Returns:
+        [b, s] bool.
+    """
+    fused = ~document_starts
+    if not config.enabled:
+        return fused
+    positions = torch.arange(document_starts.size(1), device=document_starts.device).expand_as(document_starts)
+    if config.granularity == "row":
+        index, start, length = 0, 0, document_starts.size(1)
+    else:
+        index, start, length = document_spans(document_starts)
+    u = uniform(counter_hash(seed, PREFIX, sample_ids[:, None], pass_number, index))
+    plain_length = 1 + torch.floor(u * length).long()
+    return fused & (positions - start >= plain_length)
