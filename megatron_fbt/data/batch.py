@@ -1,0 +1,153 @@
+"""Micro-batches: read by one tensor-parallel rank of each pipeline stage, broadcast to the others of that stage.
+
+Shapes: m micro-batches, b samples in each, s tokens in a sample.
+"""
+
+from dataclasses import dataclass
+from typing import Any, List, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_fbt.errors import DataError
+
+_OK, _FAILED = 0, 1
+
+
+@dataclass
+class MicroBatch:
+    """What one pipeline stage needs of a micro-batch, on the stage's device.
+
+    Attributes:
+        tokens: [b, s] int64 on the first stage, else None.
+        labels: [b, s] int64 on the last stage, else None. The label of position t is the token of position t + 1.
+        loss_mask: [b, s] float32 on the last stage, else None.
+        document_starts: [b, s] bool, true where a document begins: at position 0 and after an end-of-document token.
+        sample_ids: [b] int64, places in the global consumed order (not wrapped).
+    """
+
+    tokens: Optional[torch.Tensor]
+    labels: Optional[torch.Tensor]
+    loss_mask: Optional[torch.Tensor]
+    document_starts: torch.Tensor
+    sample_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """A rank's part in reading.
+
+    Attributes:
+        tp_group: Tensor-parallel group for the broadcast; None = this rank reads alone. With a gloo group the data
+            travel between CPUs and no rank waits for its GPU.
+        tp_rank: Rank in that group; rank 0 reads.
+        is_first_stage: First pipeline stage: gets tokens.
+        is_last_stage: Last pipeline stage: gets labels and loss mask.
+        device: Where the tensors end up.
+    """
+
+    tp_group: Optional[Any]
+    tp_rank: int
+    is_first_stage: bool
+    is_last_stage: bool
+    device: torch.device
+
+    def fields(self) -> List[str]:
+        """Names of what is sent in the stage; document starts follow from the tokens where those are there."""
+        names = ["tokens"] if self.is_first_stage else ["document_starts"]
+        return names + ["labels", "loss_mask"] if self.is_last_stage else names
+
+
+def load_micro_batches(
+    dataset, sample_ids_per_micro_batch: Sequence[Sequence[int]], eod: int, reader: BatchReader
+) -> List[MicroBatch]:
+    """Load the micro-batches of one step with a single broadcast in the tensor-parallel group.
+
+    Sample number i is row ``i mod len(dataset)``: numbers beyond the end start again from the first row.
+
+    Args:
+        dataset: Rows as megatron_fbt.data.dataset.Rows gives them: ``len``, items with tokens, labels and loss_mask
+            [s], and ``sequence_length``.
+        sample_ids_per_micro_batch: [m][b] sample numbers, equal on all ranks of the group.
+        eod: Id of the end-of-document token.
+        reader: This rank's part.
+
+    Raises:
+        DataError: A sample cannot be read; on all ranks of the group.
+    """
+    if not sample_ids_per_micro_batch:
+        return []
+    sample_ids = torch.tensor(sample_ids_per_micro_batch, dtype=torch.int64)
+    length = getattr(dataset, "sequence_length", None) or len(dataset[0]["tokens"])
+    shape = (sample_ids.shape[0], len(reader.fields()), sample_ids.shape[1], length)
+    content = _receive(dataset, sample_ids, eod, reader, shape)
+    content = content.to(reader.device, non_blocking=True)
+    sample_ids = sample_ids.to(reader.device, non_blocking=True)
+    return [_unpack(part, numbers, eod, reader) for part, numbers in zip(content, sample_ids, strict=True)]
+
+
+def _receive(dataset, sample_ids: torch.Tensor, eod: int, reader: BatchReader, shape) -> torch.Tensor:
+    """[m, fields, b, s] int32, read here or received; the status travels in front of it."""
+    if reader.tp_group is None:
+        return _read(dataset, sample_ids, eod, reader)
+    message = torch.zeros(1 + torch.Size(shape).numel(), dtype=torch.int32)
+    failure = None
+    if reader.tp_rank == 0:
+        try:
+            message[1:] = _read(dataset, sample_ids, eod, reader).flatten()
+        except Exception as error:  # the others wait for this message, whatever went wrong
+            failure = error
+            message[0] = _FAILED
+    if "gloo" not in dist.get_backend(reader.tp_group):
+        message = message.to(reader.device)
+    dist.broadcast(message, src=dist.get_global_rank(reader.tp_group, 0), group=reader.tp_group)
+    if failure is not None:
+        raise failure
+    if reader.tp_rank != 0 and int(message[0]) != _OK:
+        raise DataError(
+            f"samples {int(sample_ids.min())} to {int(sample_ids.max())} cannot be read; tensor-parallel rank 0 of "
+            "this stage says why"
+        )
+    return message[1:].view(shape)
+
+
+def _read(dataset, sample_ids: torch.Tensor, eod: int, reader: BatchReader) -> torch.Tensor:
+    if len(dataset) == 0:
+        raise DataError("the data set has no sample")
+    rows = [dataset[number % len(dataset)] for number in sample_ids.flatten().tolist()]
+    columns = []
+    for name in reader.fields():
+        if name == "document_starts":
+            column = document_starts(torch.stack([row["tokens"] for row in rows]), eod)
+        else:
+            column = torch.stack([row[name] for row in rows])
+        # The bits of a float32 mask travel as they are.
+        columns.append(column.float().view(torch.int32) if name == "loss_mask" else column.to(torch.int32))
+    m, b = sample_ids.shape
+    return torch.stack([column.view(m, b, -1) for column in columns], dim=1)
+
+
+def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
+    """[b, s] bool: position 0 and every position after an end-of-document token.
+
+    Args:
+        tokens: [b, s].
+        eod: Id of the end-of-document token.
+    """
+    starts = torch.ones_like(tokens, dtype=torch.bool)
+    starts[:, 1:] = tokens[:, :-1] == eod
+    return starts
+
+
+def _unpack(content: torch.Tensor, sample_ids: torch.Tensor, eod: int, reader: BatchReader) -> MicroBatch:
+    """One micro-batch from its [fields, b, s] int32."""
+    found = dict(zip(reader.fields(), content, strict=True))
+    tokens, labels, mask = found.get("tokens"), found.get("labels"), found.get("loss_mask")
+    tokens = None if tokens is None else tokens.long()
+    return MicroBatch(
+        tokens=tokens,
+        labels=None if labels is None else labels.long(),
+        loss_mask=None if mask is None else mask.contiguous().view(torch.float32),
+        document_starts=found["document_starts"].bool() if tokens is None else document_starts(tokens, eod),
+        sample_ids=sample_ids,
+    )
