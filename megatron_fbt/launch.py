@@ -5,6 +5,7 @@ the exit code of the failed worker is passed on (128 + n for a death by signal n
 SIGHUP (as SIGTERM) are handed to the workers, which have --stop_grace_s seconds to write a checkpoint and leave.
 """
 
+import logging
 import math
 import os
 import signal
@@ -147,6 +148,16 @@ def signal_workers(number: signal.Signals, pids: Sequence[int]) -> None:
             pass
 
 
+def describe_exit(code: int) -> str:
+    """How a worker ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
 def say(message: str) -> None:
     """Print a line for the user, on standard error."""
     print(f"megatron_fbt.launch: {message}", file=sys.stderr, flush=True)
@@ -220,6 +231,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         The exit code, see `choose_exit_code`.
     """
     agent = build_agent(build_parser().parse_args(argv))
+    # It calls every code but 0 a failure, a stop too; how the workers ended is said below.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     # The agent would raise inside its own code on the signals listed here; ours are only noted.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in FORWARDED:
@@ -234,9 +247,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if result is None:
         say("another node closed the rendezvous before this one could join: start all nodes again")
         return 1
+    exit_code = choose_exit_code([failure.exitcode for failure in result.failures.values()])
+    if exit_code == RESUMABLE:
+        say(f"stopped by a signal; the same command goes on from the checkpoint (exit code {RESUMABLE})")
     for rank, failure in result.failures.items():
-        say(f"rank {rank} (pid {failure.pid}) ended with exit code {failure.exitcode}")
-    return choose_exit_code([failure.exitcode for failure in result.failures.values()])
+        if failure.exitcode != RESUMABLE:
+            say(f"rank {rank} (pid {failure.pid}) {describe_exit(failure.exitcode)}")
+    return exit_code
 
 
 if __name__ == "__main__":
