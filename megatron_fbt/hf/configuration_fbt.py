@@ -99,6 +99,10 @@ class FBTConfig(PretrainedConfig):
             **kwargs,
         )
 
+    def to_diff_dict(self):
+        """What config.json holds: some versions of transformers leave out a value that is their own default."""
+        return {**super().to_diff_dict(), "tie_word_embeddings": self.tie_word_embeddings}
+
     def _check(self):
         for name, allowed in (("input_norm", INPUT_NORMS), ("fusion", FUSIONS), ("regime", REGIMES)):
             if getattr(self, name) not in allowed:
