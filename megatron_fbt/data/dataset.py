@@ -165,7 +165,7 @@ class _SplitBuilder:
                     "tokens; give training a larger part or leave the data set out"
                 )
         total = sum(self._tokens(source, Split.train) for source in self._sources)
-        if total <= self._length:
+        if total <= self._length and _is_first_rank():
             logger.warning("%d tokens of training data do not fill a row of %d: rows repeat them", total, self._length)
         return self._rows(self._sources, Split.train, samples)
 
@@ -174,7 +174,7 @@ class _SplitBuilder:
             return None
         sources = [source for source in self._sources if self._tokens(source, Split.valid) > self._length]
         for source in self._sources:
-            if source not in sources:
+            if source not in sources and _is_first_rank():
                 logger.info(
                     "data set %s has no part in validation: data.split %s gives it %d documents with %d tokens, and a "
                     "row needs %d",
@@ -184,8 +184,9 @@ class _SplitBuilder:
                     self._tokens(source, Split.valid),
                     self._length + 1,
                 )
-        if not sources:
+        if not sources and _is_first_rank():
             logger.warning("validation is off: data.split %s leaves no row for it", self._config.data.split)
+        if not sources:
             return None
         available = sum((self._tokens(source, Split.valid) - 1) // self._length for source in sources)
         return self._rows(sources, Split.valid, min(samples, available))
@@ -238,8 +239,12 @@ class _SplitBuilder:
         return int(source.indexed.sequence_lengths[first:end].sum(dtype=numpy.int64))
 
 
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _open(config: PretrainConfig, tokenizer, prefix: str, weight: Optional[float]) -> _Source:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _is_first_rank():
         check_indexed(prefix, tokenizer.vocab_size)
     cache = config.data.cache_dir or os.path.join(config.run.dir, "data_cache")
     try:

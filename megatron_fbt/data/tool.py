@@ -18,7 +18,7 @@ def run_tool(work: Callable[[], None]) -> int:
     def stop(number, frame):
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         work()
     except FBTError as error:
@@ -27,6 +27,8 @@ def run_tool(work: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
