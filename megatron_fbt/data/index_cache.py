@@ -7,6 +7,7 @@ always whole; files that were damaged later are noticed when they are opened, an
 import copy
 import logging
 import os
+import pickle
 import shutil
 import tempfile
 from typing import Callable
@@ -26,7 +27,7 @@ class CachedGPTDataset(GPTDataset):
     """Megatron-Core's GPTDataset; only the handling of its cache differs."""
 
     def _build_document_sample_shuffle_indices(self):
-        return _load_or_build(self, super()._build_document_sample_shuffle_indices)
+        return _load_or_build(self, 4, super()._build_document_sample_shuffle_indices)
 
 
 class CachedBlendedDataset(BlendedDataset):
@@ -34,7 +35,7 @@ class CachedBlendedDataset(BlendedDataset):
 
     def _build_indices(self):
         if dist.is_initialized():
-            return _load_or_build(self, super()._build_indices)
+            return _load_or_build(self, 3, super()._build_indices)
         upstream = logging.getLogger(BlendedDataset.__module__)
         level = upstream.level
         upstream.setLevel(logging.ERROR)  # it warns that nothing is cached, which is meant here
@@ -44,19 +45,24 @@ class CachedBlendedDataset(BlendedDataset):
             upstream.setLevel(level)
 
 
-def _load_or_build(dataset, build: Callable):
+def _load_or_build(dataset, files: int, build: Callable):
     """What ``build`` loads from the cache, after building it there on the first rank if it is missing or damaged.
 
     Other ranks must come after the first one (megatron_fbt.data.dataset sees to that).
+
+    Args:
+        dataset: A data set in construction.
+        files: Number of files that a complete entry has.
+        build: Megatron-Core's method that loads the entry if all its files are there, and else writes it.
     """
     folder, key = dataset.config.path_to_cache, dataset.unique_description_hash
     if dist.is_initialized() and dist.get_rank() != 0:
         return build()
     os.makedirs(folder, exist_ok=True)
-    if any(name.startswith(f"{key}-") for name in os.listdir(folder)):
+    if sum(name.startswith(f"{key}-") for name in os.listdir(folder)) == files:
         try:
             return build()
-        except (ValueError, EOFError, OSError) as error:
+        except (ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
             logger.warning("index cache %s/%s-*: damaged (%s), building it again", folder, key, error)
     staging = tempfile.mkdtemp(prefix=".building-", dir=folder)
     try:
