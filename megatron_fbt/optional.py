@@ -22,7 +22,7 @@ def transformer_engine_problem() -> Optional[str]:
 def hide_broken_transformer_engine() -> None:
     """Let Megatron-Core import as if Transformer Engine were absent where its installation is broken.
 
-    PyPI's empty `transformer-engine` package raises RuntimeError on import; Megatron-Core guards against ImportError only.
+    PyPI's empty `transformer-engine` package raises RuntimeError on import; Megatron-Core guards against ImportError.
     """
     if transformer_engine_problem() not in (None, "not installed"):
         sys.modules["transformer_engine"] = None

@@ -49,8 +49,8 @@ def _on_cpu(factory):
 def _keep_sent_storage() -> None:
     """Let an asynchronous send keep the memory of its tensor.
 
-    Megatron-Core's schedules free a sent output by swapping its storage. On a GPU the stream's order makes that safe; gloo
-    would go on reading freed memory, silently. A detached alias has a storage reference of its own.
+    Megatron-Core's schedules free a sent output by swapping its storage. On a GPU the stream's order makes that safe;
+    gloo would go on reading freed memory, silently. A detached alias has a storage reference of its own.
     """
     plain = torch.distributed.isend
 
@@ -90,7 +90,7 @@ def enable_cpu_mode() -> bool:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """While Megatron-Core's optimizers are built and stepped, which compare type names: CPU tensors say "cuda" there."""
+    """Megatron-Core's optimizers compare the names of tensor types: within this context CPU tensors say "cuda"."""
     if on_gpu():
         yield
         return

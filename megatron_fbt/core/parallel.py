@@ -101,7 +101,7 @@ def current_layout(sequence_parallel: bool) -> Layout:
 def seed_dropout(seed: int, step: int) -> None:
     """Seed Megatron-Core's dropout generators for one step, so that a resumed step draws the same masks.
 
-    Data-parallel ranks and stages draw different masks; the ranks of a tensor-parallel group share those that they must.
+    Data-parallel ranks and stages draw different masks; a tensor-parallel group shares those that it must.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -1,8 +1,8 @@
 """K passes over a pipeline: pass k of a stage is a virtual pipeline chunk over shared weights.
 
-F(micro batch m, pass k, stage s) needs F(m, k, s-1), or F(m, k-1, last) when s = 0 and k > 0. Those are the dependencies
-of Megatron-Core's interleaved schedule, whose ring sends the last stage's output of chunk k to the first stage's chunk
-k + 1. So that schedule runs the K passes unchanged.
+F(micro batch m, pass k, stage s) needs F(m, k, s-1), or F(m, k-1, last) when s = 0 and k > 0. Those are the
+dependencies of Megatron-Core's interleaved schedule, whose ring sends the last stage's output of chunk k to the first
+stage's chunk k + 1. So that schedule runs the K passes unchanged.
 """
 
 import copy

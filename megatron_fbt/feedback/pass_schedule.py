@@ -1,15 +1,9 @@
 """How many passes K a global batch is trained with (method section 4)."""
 
-import math
-from typing import Dict, List, Sequence
+from typing import Dict, Sequence
 
 from megatron_fbt.config.feedback import PassPhase
 from megatron_fbt.feedback.counter import PASS_COUNT, counter_hash, uniform
-
-
-def phase_start_steps(schedule: Sequence[PassPhase], train_steps: int) -> List[int]:
-    """First step of each phase of a run of train_steps steps."""
-    return [math.ceil(phase.from_fraction * train_steps - 1e-9) for phase in schedule]
 
 
 def phase_at(step: int, phase_starts: Sequence[int]) -> int:

@@ -175,6 +175,7 @@ class FBTPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["FBTLayer"]
     _supports_sdpa = True
+    _supports_cache_class = True  # read by transformers before 4.53
 
     def _init_weights(self, module):
         if isinstance(module, FBTRMSNorm):
@@ -199,6 +200,12 @@ class FBTModel(FBTPreTrainedModel):
         self.layers = nn.ModuleList(FBTLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.embed_tokens = value
 
     def embed(self, input_ids):
         """Token ids [B, T] -> plain stack input and fusion gate, [B, T, D] each."""
@@ -295,6 +302,12 @@ class FBTForCausalLM(FBTPreTrainedModel, FBTGenerationMixin):
         self.model = FBTModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings):
+        self.lm_head = new_embeddings
 
     def forward(
         self,

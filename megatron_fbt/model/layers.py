@@ -1,7 +1,7 @@
 """Layers of the `torch` backend that Megatron-Core's local spec lacks.
 
-Shapes: s sequence (the rank's part of it under sequence parallelism), b micro batch, h hidden, np and ng query heads and
-key/value heads of this rank, hn head size.
+Shapes: s sequence (the rank's part of it under sequence parallelism), b micro batch, h hidden, np and ng query heads
+and key/value heads of this rank, hn head size.
 """
 
 from typing import Optional

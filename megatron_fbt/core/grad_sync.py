@@ -1,0 +1,66 @@
+"""Gradient buffers, their reduction over ranks, and Megatron-Core's optimizer over them."""
+
+from typing import List
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+from megatron_fbt.config.optimizer import OptimizerConfig
+from megatron_fbt.core.cpu import cuda_type_names
+from megatron_fbt.core.stage import FBTStage
+
+FUSION_GROUP = "fusion"
+"""Key that marks the fusion layer's parameter group, which starts dormant."""
+
+
+def wrap_for_data_parallel(stage: FBTStage, sharding: str) -> DistributedDataParallel:
+    """Give the stage's parameters fp32 gradient buffers that are summed (not averaged) over data-parallel ranks.
+
+    Args:
+        stage: this rank's stage; the K pass views run it directly, so the gradients of all passes add up here.
+        sharding: optimizer.sharding.
+    """
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=sharding == "megatron"
+    )
+    return DistributedDataParallel(stage.config, options, stage)
+
+
+def reduce_gradients(model: DistributedDataParallel) -> None:
+    """Sum gradients over data-parallel ranks, sequence shards (norms) and the two copies of a tied embedding."""
+    finalize_model_grads([model])
+
+
+def build_megatron_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+    """AdamW over the model's gradient buffers; no weight decay on vectors; the fusion layer in a group of its own."""
+    stage: FBTStage = model.module
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=stage.config.bf16,
+        params_dtype=stage.config.params_dtype,
+        use_distributed_optimizer=config.sharding == "megatron",
+    )
+    overrides = {
+        ParamKey(predicate=ParamPredicate(name="vector", fn=lambda param: param.dim() == 1)): {"wd_mult": 0.0},
+        ParamKey(name="*fusion.*"): {FUSION_GROUP: True},
+    }
+    with cuda_type_names():
+        chained = get_megatron_optimizer(options, [model], config_overrides=overrides, use_gloo_process_groups=False)
+    (optimizer,) = chained.chained_optimizers
+    return optimizer
+
+
+def main_gradients(optimizer: MegatronOptimizer) -> List[torch.Tensor]:
+    """The fp32 gradients that the optimizer steps with, after prepare_grads."""
+    return [param.grad for param in optimizer.get_parameters() if param.grad is not None]

@@ -1,0 +1,130 @@
+"""One optimizer step: reduce, measure, clip, update, with a single host synchronisation."""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Iterator, List
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_fbt.config.optimizer import OptimizerConfig
+from megatron_fbt.core.cpu import cuda_type_names
+from megatron_fbt.core.grad_sync import FUSION_GROUP, build_megatron_optimizer, main_gradients, reduce_gradients
+from megatron_fbt.core.parallel import Layout
+from megatron_fbt.core.schedule import PassTotals
+from megatron_fbt.model.loss import pass_loss_weights
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did, the same on every rank."""
+
+    loss_per_pass: List[float]
+    """Mean NLL over the loss tokens of the global batch, of each pass, in nats."""
+    grad_norm: float
+    """Global norm of the gradient of the mean loss, before clipping."""
+    loss_tokens: int
+    """Tokens of the global batch that the loss counts."""
+    skipped: bool
+    """The loss or the gradient was not finite: nothing was updated."""
+    stop_requested: bool
+    """Some rank was asked to stop."""
+
+
+def clip_factor(grad_norm: float, clip_grad: float) -> float:
+    """Factor that brings a gradient of this norm down to clip_grad (0 = no clipping)."""
+    return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
+
+
+class Optimizer:
+    """AdamW by Megatron-Core, plain or with its states sharded over data-parallel ranks.
+
+    Gradients arrive as sums over loss tokens. The global token count, the sum of squares, the losses of the passes and
+    the stop flag travel in one reduction; division and clipping are then one multiplication.
+
+    Args:
+        config: optimizer section.
+        model: the stage in its gradient buffers.
+        layout: this process's place.
+    """
+
+    def __init__(self, config: OptimizerConfig, model: DistributedDataParallel, layout: Layout):
+        self.config, self.model, self.layout = config, model, layout
+        self.megatron = build_megatron_optimizer(config, model)
+        self.updates = 0
+        """Updates made so far: Adam's step count."""
+        self.fusion_updates = 0
+        """Updates of the fusion layer, which sleeps until the first multi-pass batch."""
+
+    @property
+    def param_groups(self) -> List[dict]:
+        """Groups that a learning-rate schedule sets."""
+        return self.megatron.param_groups
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers."""
+        self.model.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self, totals: PassTotals, fusion_active: bool, stop_requested: bool) -> StepReport:
+        """Finish one global batch.
+
+        Args:
+            totals: losses and loss tokens of this rank's micro-batches.
+            fusion_active: False until the run's first multi-pass batch: fusion weights and their states stay as they
+                are.
+            stop_requested: whether this rank was asked to stop.
+        """
+        reduce_gradients(self.model)
+        with cuda_type_names():
+            self.megatron.prepare_grads()
+        report = self._measure(totals, stop_requested)
+        if not report.skipped:
+            factor = clip_factor(report.grad_norm, self.config.clip_grad) / max(report.loss_tokens, 1)
+            gradients = main_gradients(self.megatron)
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
+            with torch.no_grad(), self._dormant_fusion(fusion_active):
+                self.megatron.step_with_ready_grads()
+            self.updates += 1
+            self.fusion_updates += int(fusion_active)
+        return report
+
+    @torch.no_grad()
+    def _measure(self, totals: PassTotals, stop_requested: bool) -> StepReport:
+        layout = self.layout
+        local = torch.zeros(3 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
+        if self.config.sharding == "megatron" or layout.data_rank == 0:
+            for gradient in self.megatron.get_main_grads_for_grad_norm():
+                local[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        if layout.is_last_stage and layout.tensor_rank == 0:
+            local[1] = totals.tokens
+            local[3:] = totals.nll
+        local[2] = float(stop_requested)
+        dist.all_reduce(local)
+        squares, tokens, stops, *sums = local.tolist()  # the step's one host synchronisation
+        divisor = max(tokens, 1.0)
+        losses = [nll / divisor for nll in sums]
+        norm = math.sqrt(squares) / divisor
+        finite = math.isfinite(norm) and all(map(math.isfinite, losses))
+        return StepReport(losses, norm, int(tokens), not finite, stops > 0)
+
+    @contextlib.contextmanager
+    def _dormant_fusion(self, active: bool) -> Iterator[None]:
+        """While not active, keep the fusion group away from the inner optimizer: no update, decay or step count."""
+        inner = self.megatron.optimizer
+        groups = inner.param_groups
+        if not active:
+            inner.param_groups = [group for group in groups if not group.get(FUSION_GROUP)]
+        try:
+            yield
+        finally:
+            inner.param_groups = groups
+
+
+def total_loss(loss_per_pass: List[float], loss_weights) -> float:
+    """The objective of a step from its per-pass losses (method section 3)."""
+    weights = pass_loss_weights(loss_weights, len(loss_per_pass))
+    return sum(weight * loss for weight, loss in zip(weights, loss_per_pass))

@@ -1,0 +1,169 @@
+"""The training loop: batches in, optimizer steps, reports and checkpoints out."""
+
+import time
+from pathlib import Path
+from typing import Dict, Optional
+
+import torch.distributed as dist
+
+from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.plan import RunPlan
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.grad_sync import wrap_for_data_parallel
+from megatron_fbt.core.parallel import Layout, seed_dropout
+from megatron_fbt.core.schedule import Recipe, run_passes
+from megatron_fbt.core.stage import FBTStage
+from megatron_fbt.data.batch import BatchReader, load_micro_batches
+from megatron_fbt.data.dataset import Datasets
+from megatron_fbt.data.sampler import micro_batch_sample_ids
+from megatron_fbt.errors import BadNumbersError, StoppedBySignal
+from megatron_fbt.feedback.pass_schedule import passes_at
+from megatron_fbt.training.batch_size import BatchSizeSchedule
+from megatron_fbt.training.checkpoint import Checkpointer, TrainerState, latest_checkpoint
+from megatron_fbt.training.lr_schedule import LearningRate
+from megatron_fbt.training.optimizer import Optimizer, StepReport, total_loss
+from megatron_fbt.training.reporter import Reporter
+from megatron_fbt.training.signals import SignalWatcher
+from megatron_fbt.training.validation import Validator
+
+
+class Trainer:
+    """One training run on one rank; every rank runs the same steps.
+
+    Args:
+        config: validated, with model.vocab_size resolved.
+        plan: derived quantities.
+        layout: this process's place.
+        datasets: rows for training and validation.
+        eod: id of the end-of-document token.
+    """
+
+    def __init__(self, config: PretrainConfig, plan: RunPlan, layout: Layout, datasets: Datasets, eod: int):
+        self.config, self.plan, self.layout, self.datasets, self.eod = config, plan, layout, datasets, eod
+        self.stage = FBTStage(config, layout, plan.vocab_size, plan.padded_vocab_size)
+        self.model = wrap_for_data_parallel(self.stage, config.optimizer.sharding)
+        self.optimizer = Optimizer(config.optimizer, self.model, layout)
+        self.batch_sizes = BatchSizeSchedule(config.training, layout.data_size)
+        self.learning_rate = LearningRate(
+            config.optimizer, config.optimizer.lr_warmup_steps * config.training.global_batch_size, plan.train_samples
+        )
+        self.reader = BatchReader(
+            tp_group=layout.tensor_group if layout.tensor_size > 1 else None,
+            tp_rank=layout.tensor_rank,
+            is_first_stage=layout.is_first_stage,
+            is_last_stage=layout.is_last_stage,
+            device=layout.device,
+        )
+        self.recipe = Recipe(config.feedback, config.run.seed, training=True)
+        self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader)
+        self.folder = Path(config.run.dir)
+        self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint.keep_last, layout)
+        self.state = TrainerState()
+        self.last_saved: Optional[Path] = None
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint of the run folder, if there is one."""
+        checkpoint = latest_checkpoint(self.checkpointer.folder)
+        if checkpoint is None:
+            return False
+        self.state = self.checkpointer.load(checkpoint, self.stage, self.optimizer)
+        self.last_saved = checkpoint
+        return True
+
+    def train(self, reporter: Reporter, signals: SignalWatcher) -> None:
+        """Run to the end of the plan.
+
+        Raises:
+            StoppedBySignal: a rank was asked to stop; a checkpoint was written.
+            BadNumbersError: training.max_bad_steps steps in a row were not finite; none was written.
+        """
+        while self.state.step < self.plan.train_steps:
+            began = time.perf_counter()
+            passes, lr, report = self._step(signals)
+            row = self._row(passes, lr, report)
+            self._check_bad_steps(report)
+            if self._validation_due():
+                row.update(self.validator.run())
+            reporter.step(row, time.perf_counter() - began, self.state)
+            if report.stop_requested:
+                self._save(reporter)
+                raise StoppedBySignal(
+                    f"stopped by a signal after step {self.state.step}; {self.last_saved} was written: "
+                    "the same command resumes from it"
+                )
+            if self._save_due():
+                self._save(reporter)
+        if self.last_saved is None or self.last_saved.name[5:] != f"{self.state.step:08d}":
+            self._save(reporter)
+
+    def _step(self, signals: SignalWatcher):
+        config, state = self.config, self.state
+        passes = passes_at(state.step, config.run.seed, self.plan.phase_start_steps, config.feedback.schedule)
+        state.fusion_active = state.fusion_active or passes > 1
+        if config.model.attention_dropout or config.model.hidden_dropout:
+            seed_dropout(config.run.seed, state.step)
+        lr = self.learning_rate.apply(self.optimizer, state.consumed_samples)
+        self.stage.train()
+        self.optimizer.zero_grad()
+        totals = run_passes(self.stage, self._micro_batches(), passes, self.recipe)
+        report = self.optimizer.step(totals, state.fusion_active, signals.requested is not None)
+        self._count(passes, report)
+        return passes, lr, report
+
+    def _micro_batches(self):
+        consumed, layout = self.state.consumed_samples, self.layout
+        ids = micro_batch_sample_ids(
+            consumed,
+            self.batch_sizes.global_batch_size(consumed),
+            self.config.training.micro_batch_size,
+            layout.data_rank,
+            layout.data_size,
+        )
+        return load_micro_batches(self.datasets.train, ids, self.eod, self.reader)
+
+    def _count(self, passes: int, report: StepReport) -> None:
+        state = self.state
+        rows = self.batch_sizes.global_batch_size(state.consumed_samples)
+        state.step += 1
+        state.consumed_samples += rows
+        state.token_equivalents += rows * self.plan.sequence_length * passes
+        state.updates, state.fusion_updates = self.optimizer.updates, self.optimizer.fusion_updates
+        state.skipped += int(report.skipped)
+        state.bad_in_a_row = state.bad_in_a_row + 1 if report.skipped else 0
+
+    def _row(self, passes: int, lr: float, report: StepReport) -> Dict:
+        losses = {f"loss_pass_{k}": loss for k, loss in enumerate(report.loss_per_pass, start=1)}
+        return {
+            "step": self.state.step,
+            "passes": passes,
+            "loss": total_loss(report.loss_per_pass, self.config.feedback.loss_weights),
+            **losses,
+            "grad_norm": report.grad_norm,
+            "lr": lr,
+            "tokens": self.state.consumed_samples * self.plan.sequence_length,
+            "token_equivalents": self.state.token_equivalents,
+            "loss_tokens": report.loss_tokens,
+            "skipped": self.state.skipped,
+        }
+
+    def _check_bad_steps(self, report: StepReport) -> None:
+        limit = self.config.training.max_bad_steps
+        if report.skipped and self.state.bad_in_a_row >= limit:
+            raise BadNumbersError(
+                f"{limit} steps in a row had a non-finite loss or gradient (training.max_bad_steps), the last one step "
+                f"{self.state.step}; no checkpoint was written. Look at the losses in {self.folder / 'metrics.jsonl'}; "
+                "a lower optimizer.lr or a longer optimizer.lr_warmup_steps often helps"
+            )
+
+    def _validation_due(self) -> bool:
+        interval, step = self.config.training.eval_interval, self.state.step
+        return step == self.plan.train_steps or (interval is not None and step % interval == 0)
+
+    def _save_due(self) -> bool:
+        interval, step = self.config.checkpoint.save_interval, self.state.step
+        return step == self.plan.train_steps or (interval is not None and step % interval == 0)
+
+    def _save(self, reporter: Reporter) -> None:
+        self.last_saved = self.checkpointer.save(self.stage, self.optimizer, self.state, dump_yaml(self.config))
+        reporter.saved(self.last_saved)
+        dist.barrier()
