@@ -1,0 +1,149 @@
+"""Data sets and micro-batches in real processes: one rank of each stage reads, all of them hold the same."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fbt.data.batch import BatchReader, load_micro_batches
+from megatron_fbt.data.dataset import build_datasets
+from megatron_fbt.data.sampler import micro_batch_sample_ids
+from megatron_fbt.errors import DataError
+from tests.distributed.launch import run_distributed
+from tests.unit.data.corpus import EOD, PlainTokenizer, data_config, numbered_documents, write_documents
+
+IDS = [[0, 1], [6, 7], [2**32 + 1, 3 * 10**12]]
+
+
+class ReadOnce:
+    """Rows that may be read on tensor-parallel rank 0 only."""
+
+    def __init__(self, rows, allowed):
+        self._rows, self._allowed, self.reads = rows, allowed, 0
+        self.sequence_length = rows.sequence_length
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        assert self._allowed, "only tensor-parallel rank 0 reads"
+        self.reads += 1
+        if index == 4:
+            raise DataError("row 4 cannot be read")
+        return self._rows[index]
+
+
+def stage_of(rank, tensor_size):
+    """This rank's tensor-parallel group and rank, and its stage."""
+    groups = [dist.new_group([tensor_size * s + t for t in range(tensor_size)]) for s in range(3)]
+    return groups[rank // tensor_size], rank % tensor_size, rank // tensor_size
+
+
+def load_in_three_stages(rank, world_size, folder, prefix):
+    config = data_config(folder, [prefix])
+    rows = build_datasets(config, PlainTokenizer(), 40, 0).train
+    whole = load_micro_batches(rows, IDS, EOD, BatchReader(None, 0, True, True, torch.device("cpu")))
+    group, tensor_rank, stage = stage_of(rank, world_size // 3)
+    reader = BatchReader(group, tensor_rank, stage == 0, stage == 2, torch.device("cpu"))
+    watched = ReadOnce(rows, tensor_rank == 0)
+    sent = []
+    broadcast = dist.broadcast
+    dist.broadcast = lambda tensor, **keywords: (sent.append(tensor.numel()), broadcast(tensor, **keywords))
+    batches = load_micro_batches(watched, IDS, EOD, reader)
+    dist.broadcast = broadcast
+    for batch, expected in zip(batches, whole, strict=True):
+        for name, wanted in (("tokens", stage == 0), ("labels", stage == 2), ("loss_mask", stage == 2)):
+            value = getattr(batch, name)
+            assert torch.equal(value, getattr(expected, name)) if wanted else value is None
+        assert torch.equal(batch.document_starts, expected.document_starts)
+        assert torch.equal(batch.sample_ids, expected.sample_ids)
+    fields = 3 if stage == 2 else 1
+    assert sent == [1 + 3 * fields * 2 * 8]
+    return watched.reads
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_documents(tmp_path / "corpus", numbered_documents(30, 13))
+
+
+def test_stages_hold_what_they_need_and_only_their_first_rank_reads(tmp_path, prefix):
+    reads = run_distributed(load_in_three_stages, 6, str(tmp_path), prefix, timeout=120)
+    assert reads == [6, 0, 6, 0, 6, 0]
+
+
+def load_a_bad_row(rank, world_size, folder, prefix):
+    rows = ReadOnce(build_datasets(data_config(folder, [prefix]), PlainTokenizer(), 40, 0).train, rank == 0)
+    reader = BatchReader(dist.group.WORLD, rank, True, True, torch.device("cpu"))
+    with pytest.raises(DataError) as caught:
+        load_micro_batches(rows, [[0, 1], [3, 4]], EOD, reader)
+    # The group is still usable and in step.
+    (batch,) = load_micro_batches(rows, [[0, 1]], EOD, reader)
+    return str(caught.value), batch.tokens
+
+
+def test_a_row_that_cannot_be_read_is_an_error_on_all_ranks_of_the_group(tmp_path, prefix):
+    (first, tokens), (second, received) = run_distributed(load_a_bad_row, 2, str(tmp_path), prefix, timeout=90)
+    assert first == "row 4 cannot be read"
+    assert "samples 0 to 4 cannot be read; tensor-parallel rank 0" in second
+    assert torch.equal(tokens, received)
+
+
+def read_share(rank, world_size, folder, prefixes, weights):
+    """The rows of two steps that this data-parallel rank reads, of a blend built by all ranks together."""
+    config = data_config(folder, prefixes, weights=weights)
+    data = build_datasets(config, PlainTokenizer(), 24, 6)
+    reader = BatchReader(None, 0, True, True, torch.device("cpu"))
+    found = {}
+    for consumed in (0, 12):
+        ids = micro_batch_sample_ids(consumed, 12, 2, rank, world_size)
+        for batch in load_micro_batches(data.train, ids, EOD, reader):
+            found.update(zip(batch.sample_ids.tolist(), batch.tokens.tolist(), strict=True))
+    return found, [data.valid[i]["tokens"].tolist() for i in range(len(data.valid))]
+
+
+@pytest.mark.parametrize("weights", [None, [1, 4]])
+def test_samples_are_the_same_for_any_number_of_ranks(tmp_path, weights):
+    prefixes = [write_documents(tmp_path / f"c{i}", numbered_documents(30, 11 + i, start=100 * i)) for i in range(2)]
+    alone, valid = read_share(0, 1, str(tmp_path / "alone"), prefixes, weights)
+    assert sorted(alone) == list(range(24))
+    results = run_distributed(read_share, 3, str(tmp_path / "three"), prefixes, weights, timeout=90)
+    together = {}
+    for found, its_valid in results:
+        assert not together.keys() & found.keys() and its_valid == valid
+        together.update(found)
+    assert together == alone
+
+
+def build_broken(rank, world_size, folder, prefix):
+    with pytest.raises(DataError) as caught:
+        build_datasets(data_config(folder, [prefix]), PlainTokenizer(), 40, 0)
+    return str(caught.value)
+
+
+def test_a_broken_data_set_is_an_error_on_all_ranks(tmp_path, prefix):
+    os.truncate(f"{prefix}.bin", 100)
+    messages = run_distributed(build_broken, 2, str(tmp_path), prefix, timeout=90)
+    assert all("corpus.bin: 100 bytes found, 780 expected" in message for message in messages)
+
+
+def build_at_once(rank, world_size, folder, prefix, rounds):
+    """Each process is a run of its own that shares nothing but the cache; barriers make them start together."""
+    config_of = {round_: data_config(folder, [prefix], cache_dir=f"{folder}/cache{round_}") for round_ in range(rounds)}
+    store = dist.FileStore(f"{folder}/store", world_size)
+    results = []
+    for round_, config in config_of.items():
+        store.add(f"round{round_}", 1)
+        while store.add(f"round{round_}", 0) < world_size:
+            pass
+        rows = build_datasets(config, PlainTokenizer(), 60, 0).train
+        results.append([rows[i]["tokens"].tolist() for i in range(len(rows))])
+    return results
+
+
+def test_separate_runs_may_build_the_same_cache_at_once(tmp_path, prefix):
+    results = run_distributed(build_at_once, 4, str(tmp_path), prefix, 20, timeout=120, init_group=False)
+    assert all(rows == results[0][0] for process in results for rows in process)
+    assert not list(Path(tmp_path).rglob(".building-*"))
