@@ -40,7 +40,7 @@ class FBTConfig(PretrainedConfig):
     """
 
     model_type = "fbt"
-    keys_to_ignore_at_inference = ["past_key_values", "cache", "state"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "pass_losses", "state"]
 
     def __init__(
         self,

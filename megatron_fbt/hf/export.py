@@ -88,10 +88,10 @@ def export_model(
         for name, weight in to_hf_weights(weights, config.model).items()
     }
     vocab_size = tensors["model.embed_tokens.weight"].shape[0]
-    if vocab_size < tokenizer.vocab_size:
+    if vocab_size != (config.model.vocab_size or tokenizer.vocab_size) or vocab_size < tokenizer.vocab_size:
         raise CheckpointError(
-            f"the embedding has {vocab_size} rows, the tokenizer {tokenizer.vocab_size} entries: "
-            "it is not the tokenizer that the model was trained with"
+            f"the embedding has {vocab_size} rows, model.vocab_size is {config.model.vocab_size}, "
+            f"the tokenizer has {tokenizer.vocab_size} entries: use the tokenizer that the model was trained with"
         )
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:

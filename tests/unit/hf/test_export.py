@@ -206,6 +206,18 @@ def test_a_failed_export_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="disk full"):
         export_model(weights, config, Broken(), tmp_path / "model", torch.float32)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match="50 rows, the tokenizer 60"):
-        export_model(weights, config, LetterTokenizer(60), tmp_path / "model", torch.float32)
+
+
+@pytest.mark.parametrize(("entries", "configured"), [(60, None), (40, None), (60, 50), (40, 45)])
+def test_another_vocabulary_is_refused(tmp_path, entries, configured):
+    config = tiny_config(vocab_size=configured)
+    with pytest.raises(CheckpointError, match=f"50 rows.*{entries} entries"):
+        export_model(random_weights(config), config, LetterTokenizer(entries), tmp_path / "model", torch.float32)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_larger_than_the_tokenizer_is_kept(tmp_path):
+    config = tiny_config(vocab_size=50)
+    export_model(random_weights(config), config, LetterTokenizer(40), tmp_path / "model", torch.float32)
+    model = load(tmp_path / "model")
+    assert model.config.vocab_size == model.lm_head.weight.shape[0] == 50 and model.config.eos_token_id == 39
