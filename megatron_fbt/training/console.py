@@ -62,8 +62,8 @@ def console_line(row: Mapping[str, Union[int, float, None]], train_steps: int, e
 
     Args:
         row: the step's row of metrics.jsonl: step, passes, loss, loss_pass_1..., grad_norm, lr, tokens_per_second,
-            skipped, and where they are known model_tflops (model TFLOP/s of the whole run, passes counted) and
-            validation_loss_pass_1...
+            skipped (steps so far without an update, because of non-finite numbers), and where they are known
+            model_tflops (model TFLOP/s of the whole run, passes counted) and validation_loss_pass_1...
         train_steps: steps of the whole run.
         eta_s: seconds left, None when unknown.
     """
@@ -81,7 +81,7 @@ def console_line(row: Mapping[str, Union[int, float, None]], train_steps: int, e
         parts.append(f"{row['model_tflops']:.3g} TFLOP/s")
     parts.append(f"ETA {format_duration(eta_s)}")
     if row.get("skipped"):
-        parts.append(f"SKIPPED (bad numbers, {row['skipped']} so far)")
+        parts.append(f"skipped steps {row['skipped']}")
     validation = pass_values(row, VALIDATION_FIELD)
     if validation:
         parts.append(f"validation per pass {_losses(validation)}")

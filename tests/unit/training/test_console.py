@@ -63,12 +63,12 @@ def test_line_has_everything_that_is_watched():
     line = console_line(ROW, train_steps=1000, eta_s=3725)
     for part in ("7/1000", "K 2", "9.5000", "4.2500 5.2500", "1.500", "3.000e-04", "12.3k tokens/s", "0.0123 TFLOP/s"):
         assert part in line
-    assert "ETA 1h02m" in line and "SKIPPED" not in line and "validation" not in line
+    assert "ETA 1h02m" in line and "skipped" not in line and "validation" not in line
 
 
 def test_line_of_a_skipped_step_and_of_a_validated_one():
     bad = {**ROW, "loss": None, "loss_pass_2": None, "grad_norm": None, "skipped": 3}
-    assert "loss non-finite" in console_line(bad, 10, None) and "3 so far" in console_line(bad, 10, None)
+    assert "loss non-finite" in console_line(bad, 10, None) and "skipped steps 3" in console_line(bad, 10, None)
     validated = {**ROW, "validation_loss_pass_1": 3.5, "validation_loss_pass_2": 3.25}
     assert "validation per pass 3.5000 3.2500" in console_line(validated, 10, None)
 
