@@ -15,10 +15,10 @@ from typing import Dict, List, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
 from megatron_fbt.config.load import load_yaml
+from megatron_fbt.core.checkpoint_io import load_tensors, save_tensors
 from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import read_state, set_group_steps, write_state
 from megatron_fbt.core.parallel import Layout
@@ -113,7 +113,7 @@ class Checkpointer:
                 temporary.mkdir(parents=True)
                 (temporary / "config.yaml").write_text(config_yaml, encoding="utf-8")
             dist.barrier()
-            dist_checkpointing.save(content, str(temporary))
+            save_tensors(content, temporary)
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
         dist.barrier()
@@ -142,7 +142,7 @@ class Checkpointer:
         try:
             state = TrainerState(**json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
             wanted = {**_model_state(stage, self.layout), **_optimizer_template(stage, self.layout)}
-            content = dist_checkpointing.load(wanted, str(checkpoint))
+            content = load_tensors(wanted, checkpoint)
         except Exception as error:  # whatever the readers of a damaged file raise
             raise CheckpointError(
                 f"cannot read the checkpoint {checkpoint}: {type(error).__name__}: {error}"
