@@ -102,7 +102,7 @@ def read_blocks(file: InputFile) -> Iterator[Tuple[bytes, int]]:
                 yield from _zstd_blocks(stream)
             else:
                 while block := stream.read(BLOCK):
-                    yield block, stream.tell()
+                    yield block, _position(stream)
     except EOFError as error:
         raise DataError(f"input {file.path}: the compressed file is cut off ({file.size} bytes on disk)") from error
     except (zlib.error, gzip.BadGzipFile) as error:
@@ -111,10 +111,15 @@ def read_blocks(file: InputFile) -> Iterator[Tuple[bytes, int]]:
         raise DataError(f"input {file.path}: cannot be read: {error}") from error
 
 
+def _position(stream) -> int:
+    """Bytes taken from disk so far; 0 for a pipe."""
+    return stream.tell() if stream.seekable() else 0
+
+
 def _gzip_blocks(stream) -> Iterator[Tuple[bytes, int]]:
     with gzip.GzipFile(fileobj=stream) as unpacked:
         while block := unpacked.read(BLOCK):
-            yield block, stream.tell()
+            yield block, _position(stream)
 
 
 def _zstd_blocks(stream) -> Iterator[Tuple[bytes, int]]:
@@ -129,7 +134,7 @@ def _zstd_blocks(stream) -> Iterator[Tuple[bytes, int]]:
             if not block:
                 break
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(block), stream.tell()
+            yield frame.decompress(block), _position(stream)
             pending = b""
             if frame.eof:
                 pending, frame = frame.unused_data, None

@@ -14,6 +14,7 @@ from megatron_fbt.errors import DataError
 from tests.distributed.launch import run_distributed
 from tests.unit.data.corpus import EOD, PlainTokenizer, data_config, numbered_documents, write_documents
 
+WEIGHTS = [None, [1, 4]]
 IDS = [[0, 1], [6, 7], [2**32 + 1, 3 * 10**12]]
 
 
@@ -61,7 +62,13 @@ def load_in_three_stages(rank, world_size, folder, prefix):
         assert torch.equal(batch.sample_ids, expected.sample_ids)
     fields = 3 if stage == 2 else 1
     assert sent == [1 + 3 * fields * 2 * 8]
-    return watched.reads
+    reads = watched.reads
+    with pytest.raises(DataError) as caught:
+        load_micro_batches(watched, [[0, 1], [3, 4]], EOD, reader)
+    # The group is still usable and in step.
+    (batch,) = load_micro_batches(watched, IDS[:1], EOD, reader)
+    assert torch.equal(batch.document_starts, whole[0].document_starts)
+    return reads, str(caught.value)
 
 
 @pytest.fixture
@@ -70,25 +77,11 @@ def prefix(tmp_path):
 
 
 def test_stages_hold_what_they_need_and_only_their_first_rank_reads(tmp_path, prefix):
-    reads = run_distributed(load_in_three_stages, 6, str(tmp_path), prefix, timeout=120)
-    assert reads == [6, 0, 6, 0, 6, 0]
-
-
-def load_a_bad_row(rank, world_size, folder, prefix):
-    rows = ReadOnce(build_datasets(data_config(folder, [prefix]), PlainTokenizer(), 40, 0).train, rank == 0)
-    reader = BatchReader(dist.group.WORLD, rank, True, True, torch.device("cpu"))
-    with pytest.raises(DataError) as caught:
-        load_micro_batches(rows, [[0, 1], [3, 4]], EOD, reader)
-    # The group is still usable and in step.
-    (batch,) = load_micro_batches(rows, [[0, 1]], EOD, reader)
-    return str(caught.value), batch.tokens
-
-
-def test_a_row_that_cannot_be_read_is_an_error_on_all_ranks_of_the_group(tmp_path, prefix):
-    (first, tokens), (second, received) = run_distributed(load_a_bad_row, 2, str(tmp_path), prefix, timeout=90)
-    assert first == "row 4 cannot be read"
-    assert "samples 0 to 4 cannot be read; tensor-parallel rank 0" in second
-    assert torch.equal(tokens, received)
+    results = run_distributed(load_in_three_stages, 6, str(tmp_path), prefix, timeout=180)
+    assert [reads for reads, _ in results] == [6, 0, 6, 0, 6, 0]
+    for rank, (_, message) in enumerate(results):
+        on_others = "samples 0 to 4 cannot be read; tensor-parallel rank 0 of this stage says why"
+        assert message == ("row 4 cannot be read" if rank % 2 == 0 else on_others)
 
 
 def read_share(rank, world_size, folder, prefixes, weights):
@@ -104,29 +97,26 @@ def read_share(rank, world_size, folder, prefixes, weights):
     return found, [data.valid[i]["tokens"].tolist() for i in range(len(data.valid))]
 
 
-@pytest.mark.parametrize("weights", [None, [1, 4]])
-def test_samples_are_the_same_for_any_number_of_ranks(tmp_path, weights):
-    prefixes = [write_documents(tmp_path / f"c{i}", numbered_documents(30, 11 + i, start=100 * i)) for i in range(2)]
-    alone, valid = read_share(0, 1, str(tmp_path / "alone"), prefixes, weights)
-    assert sorted(alone) == list(range(24))
-    results = run_distributed(read_share, 3, str(tmp_path / "three"), prefixes, weights, timeout=90)
-    together = {}
-    for found, its_valid in results:
-        assert not together.keys() & found.keys() and its_valid == valid
-        together.update(found)
-    assert together == alone
-
-
-def build_broken(rank, world_size, folder, prefix):
+def read_shares_and_fail(rank, world_size, folder, prefixes, broken):
+    shares = [read_share(rank, world_size, f"{folder}/{weights}", prefixes, weights) for weights in WEIGHTS]
     with pytest.raises(DataError) as caught:
-        build_datasets(data_config(folder, [prefix]), PlainTokenizer(), 40, 0)
-    return str(caught.value)
+        build_datasets(data_config(folder, [broken]), PlainTokenizer(), 40, 0)
+    return shares, str(caught.value)
 
 
-def test_a_broken_data_set_is_an_error_on_all_ranks(tmp_path, prefix):
+def test_samples_are_the_same_for_any_number_of_ranks_and_damage_ends_them_all(tmp_path, prefix):
+    prefixes = [write_documents(tmp_path / f"c{i}", numbered_documents(30, 11 + i, start=100 * i)) for i in range(2)]
     os.truncate(f"{prefix}.bin", 100)
-    messages = run_distributed(build_broken, 2, str(tmp_path), prefix, timeout=90)
-    assert all("corpus.bin: 100 bytes found, 780 expected" in message for message in messages)
+    results = run_distributed(read_shares_and_fail, 3, str(tmp_path), prefixes, prefix, timeout=180)
+    assert all("corpus.bin: 100 bytes found, 780 expected" in message for _, message in results)
+    for number, weights in enumerate(WEIGHTS):
+        alone, valid = read_share(0, 1, str(tmp_path / f"alone{number}"), prefixes, weights)
+        together = {}
+        for shares, _ in results:
+            found, its_valid = shares[number]
+            assert not together.keys() & found.keys() and its_valid == valid
+            together.update(found)
+        assert sorted(alone) == list(range(24)) and together == alone
 
 
 def build_at_once(rank, world_size, folder, prefix, rounds):
@@ -144,6 +134,6 @@ def build_at_once(rank, world_size, folder, prefix, rounds):
 
 
 def test_separate_runs_may_build_the_same_cache_at_once(tmp_path, prefix):
-    results = run_distributed(build_at_once, 4, str(tmp_path), prefix, 20, timeout=120, init_group=False)
+    results = run_distributed(build_at_once, 4, str(tmp_path), prefix, 20, timeout=180, init_group=False)
     assert all(rows == results[0][0] for process in results for rows in process)
     assert not list(Path(tmp_path).rglob(".building-*"))
