@@ -12,6 +12,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=/dev/null
 source examples/setup_env.sh
 
+# Libraries warn about GPU packages and settings that play no part here.
+export PYTHONWARNINGS=ignore
+
 folder=${1:-runs/quickstart}
 config=examples/configs/tiny_cpu.yaml
 tokenizer=$folder/tokenizer
@@ -104,8 +107,8 @@ python tools/convert_to_hf.py --checkpoint "$run" --output "$export_folder" --fo
 say "6/6 one prompt, three regimes"
 prompt='def read_lines(path):'
 for regime in standard soft fused; do
-    printf -- '--- %s\n%s' "$regime" "$prompt"
-    python tools/generate.py --model "$export_folder" --regime "$regime" --prompt "$prompt" --max_new_tokens 40
+    text=$(python tools/generate.py --model "$export_folder" --regime "$regime" --prompt "$prompt" --max_new_tokens 40)
+    printf -- '--- %s\n%s%s\n\n' "$regime" "$prompt" "$text"
 done
 
 say "validation loss of each pass, in nats per token"
