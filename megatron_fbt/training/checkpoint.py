@@ -9,81 +9,33 @@ A checkpoint is written under a temporary name and renamed when all of it is the
 import dataclasses
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Dict, Optional
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
 from megatron_fbt.config.load import load_yaml
-from megatron_fbt.core.checkpoint_io import load_tensors, save_tensors
+from megatron_fbt.core.checkpoint_io import check_files, load_tensors, read_tensors, save_tensors
 from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import read_state, set_group_steps, write_state
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.stage import FBTStage
-from megatron_fbt.errors import CheckpointError
+from megatron_fbt.errors import CheckpointError, ConfigError
+from megatron_fbt.training.failure import on_first_rank
 from megatron_fbt.training.metrics import replace_file
 from megatron_fbt.training.optimizer import Optimizer
+from megatron_fbt.training.run_folder import (
+    CONFIG_FILE,
+    STATE_FILE,
+    TRACKER,
+    TrainerState,
+    read_trainer_state,
+    step_folder,
+)
 
-TRACKER = "latest"
 VOCABULARY_WEIGHTS = {"embedding.word_embeddings.weight", "output_layer.weight"}
-
-
-@dataclass
-class TrainerState:
-    """What a run must remember beside weights and optimizer state."""
-
-    step: int = 0
-    """Steps executed."""
-    consumed_samples: int = 0
-    """Rows read; the next row's sample number."""
-    token_equivalents: int = 0
-    """Tokens times passes so far."""
-    fusion_active: bool = False
-    """Whether a multi-pass batch has come."""
-    updates: int = 0
-    """Optimizer updates made."""
-    fusion_updates: int = 0
-    """Updates of the fusion layer."""
-    skipped: int = 0
-    """Steps skipped because of bad numbers."""
-    bad_in_a_row: int = 0
-    """Of these, the last ones without a good step between."""
-
-
-def step_folder(step: int) -> str:
-    """Name of the checkpoint after so many steps."""
-    return f"step_{step:08d}"
-
-
-def latest_checkpoint(folder: Path) -> Optional[Path]:
-    """The checkpoint that a run resumes from; None if the folder holds none.
-
-    Args:
-        folder: <run.dir>/checkpoints.
-
-    Raises:
-        CheckpointError: there are checkpoints but `latest` does not lead to one.
-    """
-    tracker = folder / TRACKER
-    steps = sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
-    if not tracker.is_file():
-        if not steps:
-            return None
-        raise CheckpointError(
-            f"{tracker} is missing, but {folder} holds checkpoints. To resume, write one name into it: "
-            f"echo {steps[-1]} > {tracker}; to start afresh, choose another run.dir"
-        )
-    name = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    checkpoint = folder / name
-    if name not in steps or not (checkpoint / "trainer_state.json").is_file():
-        raise CheckpointError(
-            f"{tracker} names {name!r}, which is not a complete checkpoint in {folder}. "
-            f"Write one of these into it: {', '.join(steps) or 'there is none'}; or choose another run.dir"
-        )
-    return checkpoint
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Checkpointer:
@@ -107,31 +59,34 @@ class Checkpointer:
         final = self.folder / step_folder(state.step)
         temporary = self.folder / f".{final.name}.tmp"
         content = {**_model_state(stage, self.layout), **_optimizer_state(stage, optimizer, self.layout)}
-        try:
-            if dist.get_rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-                (temporary / "config.yaml").write_text(config_yaml, encoding="utf-8")
-            dist.barrier()
-            save_tensors(content, temporary)
-        except OSError as error:
-            raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self._publish(temporary, final, state)
-        dist.barrier()
+        on_first_rank(lambda: self._make_room(temporary))
+        save_tensors(content, temporary)
+        on_first_rank(lambda: self._publish(temporary, final, state, config_yaml))
         return final
 
-    def _publish(self, temporary: Path, final: Path, state: TrainerState) -> None:
-        replace_file(temporary / "trainer_state.json", json.dumps(dataclasses.asdict(state), indent=2) + "\n")
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        replace_file(self.folder / TRACKER, final.name + "\n")
-        if self.keep_last is not None:
-            for old in sorted(self.folder.glob("step_*"))[: -self.keep_last]:
-                if old != final:
-                    shutil.rmtree(old)
+    def _make_room(self, temporary: Path) -> None:
+        """An empty folder; what interrupted saves left behind goes."""
+        try:
+            for leftover in self.folder.glob(".step_*.tmp"):
+                shutil.rmtree(leftover)
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint {temporary}: {error}") from error
+
+    def _publish(self, temporary: Path, final: Path, state: TrainerState, config_yaml: str) -> None:
+        try:
+            replace_file(temporary / CONFIG_FILE, config_yaml)
+            replace_file(temporary / STATE_FILE, json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            replace_file(self.folder / TRACKER, final.name + "\n")
+            if self.keep_last is not None:
+                for old in sorted(self.folder.glob("step_*"))[: -self.keep_last]:
+                    if old != final:
+                        shutil.rmtree(old)
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
 
     def load(self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer) -> TrainerState:
         """Read weights and optimizer state into place.
@@ -139,19 +94,15 @@ class Checkpointer:
         Raises:
             CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
         """
-        try:
-            state = TrainerState(**json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
-            wanted = {**_model_state(stage, self.layout), **_optimizer_template(stage, self.layout)}
-            content = load_tensors(wanted, checkpoint)
-        except Exception as error:  # whatever the readers of a damaged file raise
-            raise CheckpointError(
-                f"cannot read the checkpoint {checkpoint}: {type(error).__name__}: {error}"
-            ) from error
+        on_first_rank(lambda: check_files(checkpoint))
+        state = read_trainer_state(checkpoint)
+        wanted = {**_model_state(stage, self.layout), **_optimizer_template(stage, self.layout)}
+        content = load_tensors(wanted, checkpoint)
         states = {name: content.pop(name) for name in list(content) if name.startswith("optimizer.")}
         stage.load_state_dict(content)
         optimizer.updates, optimizer.fusion_updates = state.updates, state.fusion_updates
         for name, param in stage.named_parameters():
-            values = {kind: states[f"optimizer.{kind}.{name}"] for kind in ("master", "exp_avg", "exp_avg_sq")}
+            values = {kind: states[f"optimizer.{kind}.{name}"] for kind in KINDS}
             fusion = name.startswith("fusion.")
             write_state(optimizer.megatron, param, values, state.fusion_updates if fusion else state.updates)
         groups = optimizer.param_groups
@@ -173,9 +124,8 @@ def _optimizer_state(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> d
 
 
 def _optimizer_template(stage: FBTStage, layout: Layout) -> dict:
-    kinds = ("master", "exp_avg", "exp_avg_sq")
     tensors = {
-        name: {kind: torch.empty(param.shape, dtype=torch.float32) for kind in kinds}
+        name: {kind: torch.empty(param.shape, dtype=torch.float32) for kind in KINDS}
         for name, param in stage.named_parameters()
     }
     return _sharded_like_weights(stage, layout, tensors)
@@ -201,23 +151,11 @@ def read_weights(checkpoint: Path) -> Dict[str, torch.Tensor]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint import load as load_distributed
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
+    weights = read_tensors(checkpoint, without="optimizer.")
     try:
-        reader = FileSystemReader(str(checkpoint))
-        entries = reader.read_metadata().state_dict_metadata
-        names: List[str] = [
-            name
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.")
-        ]
-        weights = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
-        load_distributed(weights, storage_reader=reader, no_dist=True)
-    except Exception as error:  # whatever the readers of a damaged file raise
-        raise CheckpointError(f"cannot read the checkpoint {checkpoint}: {type(error).__name__}: {error}") from error
-    vocab_size = load_yaml(checkpoint / "config.yaml").model.vocab_size
+        vocab_size = load_yaml(checkpoint / CONFIG_FILE).model.vocab_size
+    except ConfigError as error:
+        raise CheckpointError(f"the configuration of the checkpoint cannot be read: {error}") from error
     for name in VOCABULARY_WEIGHTS.intersection(weights):
         weights[name] = weights[name][:vocab_size].clone()
     return weights

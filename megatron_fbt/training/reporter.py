@@ -1,16 +1,20 @@
 """What rank 0 of a run writes: console, metrics.jsonl, status.json, TensorBoard."""
 
 from pathlib import Path
-from typing import Dict, Optional
+from typing import Dict, Optional, Sequence
 
+from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.training.checkpoint import TrainerState
 from megatron_fbt.training.console import TimeLeft, console_line
 from megatron_fbt.training.flops import step_flops
-from megatron_fbt.training.metrics import MetricsLog
+from megatron_fbt.training.metrics import MetricsLog, read_metrics, replace_file
+from megatron_fbt.training.run_folder import CONFIG_FILE, TrainerState
 from megatron_fbt.training.status import write_status
 from megatron_fbt.training.tensorboard_log import TensorBoardLog
+
+LENGTH_FIELDS = ("training.train_", "training.global_batch_size", "training.rampup_batch_size", "data.sequence_length")
+"""What the length of a run in steps follows from."""
 
 
 class Reporter:
@@ -19,30 +23,69 @@ class Reporter:
     Args:
         config: the whole configuration.
         plan: derived quantities.
-        first_step: step that the run (re)starts from.
         active: whether this rank reports.
     """
 
-    def __init__(self, config: PretrainConfig, plan: RunPlan, first_step: int, active: bool):
+    def __init__(self, config: PretrainConfig, plan: RunPlan, active: bool):
         self.config, self.plan, self.active = config, plan, active
         self.folder = Path(config.run.dir)
         self.time_left = TimeLeft()
-        self.previous_tokens = 0
+        self.state = TrainerState()
         self.last_row: Dict = {}
         self.last_checkpoint: Optional[str] = None
-        if active:
-            self.metrics = MetricsLog(self.folder / "metrics.jsonl")
-            self.metrics.cut_after(first_step)
-            self.tensorboard = TensorBoardLog(
-                self.folder / "tensorboard", config.logging.tensorboard, first_step=first_step + 1
+        self.metrics: Optional[MetricsLog] = None
+        self.tensorboard: Optional[TensorBoardLog] = None
+
+    def say(self, message: str) -> None:
+        """One line for the user."""
+        if self.active:
+            print(message, flush=True)
+
+    def starting(self, message: str) -> None:
+        """The run's processes have found each other."""
+        self.say(message)
+        self.status("running")
+
+    def resuming(self, checkpoint: Path, state: TrainerState, changes: Sequence[str]) -> None:
+        """Say from where the run goes on, and with which other settings than before."""
+        self.state, self.last_checkpoint = state, checkpoint.name
+        self.say(f"resuming from {checkpoint} (step {state.step})")
+        if changes:
+            self.say("changed since then: " + "; ".join(changes))
+        if any(change.startswith(LENGTH_FIELDS) for change in changes):
+            self.say(
+                "the run has another length: from here on the phases of feedback.schedule, the learning rate and the "
+                "order of the data are those of a run of this length"
             )
 
-    def step(self, row: Dict, seconds: float, state: TrainerState) -> None:
-        """Report one executed step that took so many seconds."""
+    def begin(self, state: TrainerState) -> None:
+        """Open the logs at the step from which the run goes on, and store the configuration that it runs with."""
+        self.state = state
+        self.say(f"training from step {state.step + 1} to {self.plan.train_steps}")
         if not self.active:
             return
-        tokens = row["tokens"] - self.previous_tokens
-        self.previous_tokens = row["tokens"]
+        replace_file(self.folder / CONFIG_FILE, dump_yaml(self.config))
+        self.metrics = MetricsLog(self.folder / "metrics.jsonl")
+        self.metrics.cut_after(state.step)
+        self.tensorboard = TensorBoardLog(
+            self.folder / "tensorboard", self.config.logging.tensorboard, first_step=state.step + 1
+        )
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        self.last_row = rows[-1] if rows else {}
+        self.status("running")
+
+    def step(self, row: Dict, tokens: int, seconds: float, state: TrainerState) -> None:
+        """Report one executed step.
+
+        Args:
+            row: what it did.
+            tokens: of its global batch, each once.
+            seconds: its duration, without validation.
+            state: after the step.
+        """
+        self.state = state
+        if not self.active:
+            return
         row["seconds"] = seconds
         row["tokens_per_second"] = tokens / seconds
         flops = step_flops(self.config.model, self.plan.sequence_length, self.plan.vocab_size, tokens, row["passes"])
@@ -57,18 +100,10 @@ class Reporter:
         if row["step"] % self.config.logging.log_interval == 0 or last or "validation_loss_pass_1" in row:
             print(console_line(row, self.plan.train_steps, eta), flush=True)
 
-    def resumed(self, state: TrainerState, checkpoint: Path) -> None:
-        """Say from where the run goes on."""
-        self.previous_tokens = state.consumed_samples * self.plan.sequence_length
-        self.last_checkpoint = checkpoint.name
-        if self.active:
-            print(f"resuming from {checkpoint} (step {state.step})", flush=True)
-
     def saved(self, checkpoint: Path) -> None:
         """Note the newest checkpoint."""
         self.last_checkpoint = checkpoint.name
-        if self.active:
-            print(f"saved {checkpoint}", flush=True)
+        self.say(f"saved {checkpoint}")
 
     def status(self, run_state: str, eta_s: Optional[float] = None) -> None:
         """Write status.json."""
@@ -77,18 +112,20 @@ class Reporter:
         write_status(
             self.folder / "status.json",
             state=run_state,
-            step=self.last_row.get("step"),
+            step=self.state.step,
             train_steps=self.plan.train_steps,
             loss=self.last_row.get("loss"),
             eta_s=eta_s,
-            tokens=self.last_row.get("tokens"),
+            tokens=self.state.consumed_samples * self.plan.sequence_length,
             last_checkpoint=self.last_checkpoint,
         )
 
-    def close(self) -> None:
-        """Close the logs."""
-        if self.active:
+    def end(self, run_state: str) -> None:
+        """Write how the run ended ("finished", "stopped" or "failed") and close the logs."""
+        self.status(run_state)
+        if self.metrics is not None:
             self.metrics.close()
+        if self.tensorboard is not None:
             self.tensorboard.close()
 
     def _eta(self, state: TrainerState) -> Optional[float]:

@@ -2,38 +2,64 @@
 
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel
 from megatron_fbt.data.dataset import build_datasets
 from megatron_fbt.data.tokenizer import Tokenizer
 from megatron_fbt.errors import StoppedBySignal
+from megatron_fbt.training.failure import speaks_first
+from megatron_fbt.training.messages import hide_gpu_hints
 from megatron_fbt.training.reporter import Reporter
+from megatron_fbt.training.run_folder import changed_fields, checkpoints_folder, latest_checkpoint, read_trainer_state
 from megatron_fbt.training.signals import SignalWatcher
 from megatron_fbt.training.trainer import Trainer
 
 
-def run_session(config: PretrainConfig, plan: RunPlan, tokenizer: Tokenizer, is_main: bool) -> None:
+def run_session(
+    config: PretrainConfig, plan: RunPlan, tokenizer: Tokenizer, is_main: bool, signals: SignalWatcher
+) -> None:
     """Join the run, resume it if its folder holds a checkpoint, train, leave.
 
+    An exception says in its attribute `speaks` whether this rank is to print it.
+
+    Args:
+        config: validated, with model.vocab_size resolved.
+        plan: derived quantities.
+        tokenizer: the one that made the data.
+        is_main: whether this is rank 0, which reports.
+        signals: already watching.
+
     Raises:
-        FBTError: see Trainer.train; on all ranks.
+        FBTError: see Trainer.train.
     """
-    with SignalWatcher() as signals:
+    reporter = Reporter(config, plan, active=is_main)
+    try:
+        if not on_gpu():
+            hide_gpu_hints()
         layout = initialize_parallel(config.parallel, config.run.seed)
-        validation_rows = config.training.eval_iters * config.training.global_batch_size
-        datasets = build_datasets(config, tokenizer, plan.train_samples, validation_rows)
-        trainer = Trainer(config, plan, layout, datasets, tokenizer.eod)
-        resumed = trainer.resume()
-        reporter = Reporter(config, plan, trainer.state.step, active=is_main)
-        if resumed:
-            reporter.resumed(trainer.state, trainer.last_saved)
-        final_state = "failed"
-        try:
-            trainer.train(reporter, signals)
-            final_state = "finished"
-        except StoppedBySignal:
-            final_state = "stopped"
-            raise
-        finally:
-            reporter.status(final_state)
-            reporter.close()
+        _train(config, plan, tokenizer, layout, reporter, signals)
+    except StoppedBySignal as stop:
+        stop.speaks = is_main
+        reporter.end("stopped")
         shut_down_parallel(layout)
+        raise
+    except BaseException as error:
+        error.speaks = speaks_first()
+        reporter.end("failed")
+        raise
+    reporter.end("finished")
+    shut_down_parallel(layout)
+
+
+def _train(config, plan, tokenizer, layout, reporter: Reporter, signals: SignalWatcher) -> None:
+    reporter.starting("opening the data; row indices that are not cached yet are built")
+    validation_rows = config.training.eval_iters * config.training.global_batch_size
+    datasets = build_datasets(config, tokenizer, plan.train_samples, validation_rows)
+    reporter.say(f"building the model: {plan.parameters:,} parameters, {plan.largest_rank_parameters:,} on one process")
+    trainer = Trainer(config, plan, layout, datasets, tokenizer.eod)
+    checkpoint = latest_checkpoint(checkpoints_folder(config))
+    if checkpoint is not None:
+        reporter.resuming(checkpoint, read_trainer_state(checkpoint), changed_fields(config, checkpoint))
+        trainer.resume(checkpoint)
+    reporter.begin(trainer.state)
+    trainer.train(reporter, signals)

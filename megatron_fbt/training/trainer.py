@@ -4,8 +4,6 @@ import time
 from pathlib import Path
 from typing import Dict, Optional
 
-import torch.distributed as dist
-
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
@@ -19,10 +17,11 @@ from megatron_fbt.data.sampler import micro_batch_sample_ids
 from megatron_fbt.errors import BadNumbersError, StoppedBySignal
 from megatron_fbt.feedback.pass_schedule import passes_at
 from megatron_fbt.training.batch_size import BatchSizeSchedule
-from megatron_fbt.training.checkpoint import Checkpointer, TrainerState, latest_checkpoint
+from megatron_fbt.training.checkpoint import Checkpointer
 from megatron_fbt.training.lr_schedule import LearningRate
 from megatron_fbt.training.optimizer import Optimizer, StepReport, total_loss
 from megatron_fbt.training.reporter import Reporter
+from megatron_fbt.training.run_folder import TrainerState, checkpoints_folder, step_folder
 from megatron_fbt.training.signals import SignalWatcher
 from megatron_fbt.training.validation import Validator
 
@@ -57,18 +56,18 @@ class Trainer:
         self.recipe = Recipe(config.feedback, config.run.seed, training=True)
         self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader)
         self.folder = Path(config.run.dir)
-        self.checkpointer = Checkpointer(self.folder / "checkpoints", config.checkpoint.keep_last, layout)
+        self.checkpointer = Checkpointer(checkpoints_folder(config), config.checkpoint.keep_last, layout)
         self.state = TrainerState()
         self.last_saved: Optional[Path] = None
 
-    def resume(self) -> bool:
-        """Load the newest checkpoint of the run folder, if there is one."""
-        checkpoint = latest_checkpoint(self.checkpointer.folder)
-        if checkpoint is None:
-            return False
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
         self.state = self.checkpointer.load(checkpoint, self.stage, self.optimizer)
         self.last_saved = checkpoint
-        return True
 
     def train(self, reporter: Reporter, signals: SignalWatcher) -> None:
         """Run to the end of the plan.
@@ -78,22 +77,24 @@ class Trainer:
             BadNumbersError: training.max_bad_steps steps in a row were not finite; none was written.
         """
         while self.state.step < self.plan.train_steps:
-            began = time.perf_counter()
+            began, consumed = time.perf_counter(), self.state.consumed_samples
             passes, lr, report = self._step(signals)
+            seconds = time.perf_counter() - began
             row = self._row(passes, lr, report)
-            self._check_bad_steps(report)
             if self._validation_due():
                 row.update(self.validator.run())
-            reporter.step(row, time.perf_counter() - began, self.state)
-            if report.stop_requested:
+            tokens = (self.state.consumed_samples - consumed) * self.plan.sequence_length
+            reporter.step(row, tokens, seconds, self.state)
+            self._check_bad_steps(report)
+            stop = report.stop_requested and self.state.step < self.plan.train_steps
+            if stop or self._save_due():
                 self._save(reporter)
+            if stop:
                 raise StoppedBySignal(
                     f"stopped by a signal after step {self.state.step}; {self.last_saved} was written: "
                     "the same command resumes from it"
                 )
-            if self._save_due():
-                self._save(reporter)
-        if self.last_saved is None or self.last_saved.name[5:] != f"{self.state.step:08d}":
+        if self.last_saved is None or self.last_saved.name != step_folder(self.state.step):
             self._save(reporter)
 
     def _step(self, signals: SignalWatcher):
@@ -166,4 +167,3 @@ class Trainer:
     def _save(self, reporter: Reporter) -> None:
         self.last_saved = self.checkpointer.save(self.stage, self.optimizer, self.state, dump_yaml(self.config))
         reporter.saved(self.last_saved)
-        dist.barrier()

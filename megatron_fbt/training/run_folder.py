@@ -1,0 +1,153 @@
+"""What a run folder says about its run, readable in an instant: no torch, no processes.
+
+    <run.dir>/checkpoints/step_00000100/    a checkpoint
+    <run.dir>/checkpoints/latest            name of the newest complete checkpoint
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import yaml
+
+from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.errors import CheckpointError, ConfigError
+
+TRACKER = "latest"
+STATE_FILE = "trainer_state.json"
+CONFIG_FILE = "config.yaml"
+FREE_TO_CHANGE = ("run.dir", "logging.", "checkpoint.")
+"""Configuration that has no influence on the numbers of a run."""
+
+
+@dataclass
+class TrainerState:
+    """What a run must remember beside weights and optimizer state."""
+
+    step: int = 0
+    """Steps executed."""
+    consumed_samples: int = 0
+    """Rows read; the next row's sample number."""
+    token_equivalents: int = 0
+    """Tokens times passes so far."""
+    fusion_active: bool = False
+    """Whether a multi-pass batch has come."""
+    updates: int = 0
+    """Optimizer updates made."""
+    fusion_updates: int = 0
+    """Updates of the fusion layer."""
+    skipped: int = 0
+    """Steps skipped because of bad numbers."""
+    bad_in_a_row: int = 0
+    """Of these, the last ones without a good step between."""
+
+
+def step_folder(step: int) -> str:
+    """Name of the checkpoint after so many steps."""
+    return f"step_{step:08d}"
+
+
+def checkpoints_folder(config: PretrainConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.run.dir) / "checkpoints"
+
+
+def latest_checkpoint(folder: Path) -> Optional[Path]:
+    """The checkpoint that a run resumes from; None if the folder holds none.
+
+    Args:
+        folder: <run.dir>/checkpoints.
+
+    Raises:
+        CheckpointError: there are checkpoints but `latest` does not lead to one.
+    """
+    tracker = folder / TRACKER
+    steps = sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
+    if not tracker.is_file():
+        if not steps:
+            return None
+        raise CheckpointError(
+            f"{tracker} is missing, but {folder} holds checkpoints. To resume, write one name into it: "
+            f"echo {steps[-1]} > {tracker}; to start afresh, choose another run.dir"
+        )
+    name = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    checkpoint = folder / name
+    if name not in steps or not (checkpoint / STATE_FILE).is_file():
+        complete = [step for step in steps if (folder / step / STATE_FILE).is_file()]
+        raise CheckpointError(
+            f"{tracker} names {name[:80]!r}, which is not a complete checkpoint in {folder}. "
+            f"Write one of these into it: {', '.join(complete) or 'there is none'}; or choose another run.dir"
+        )
+    return checkpoint
+
+
+def read_trainer_state(checkpoint: Path) -> TrainerState:
+    """Counters of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    path = checkpoint / STATE_FILE
+    try:
+        return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
+
+
+def finished_checkpoint(config: PretrainConfig, train_steps: int) -> Optional[Path]:
+    """The newest checkpoint, if it is at the end of the run or beyond; else None.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none that can be resumed from.
+    """
+    checkpoint = latest_checkpoint(checkpoints_folder(config))
+    if checkpoint is not None and read_trainer_state(checkpoint).step >= train_steps:
+        return checkpoint
+    return None
+
+
+def prepare_run_folder(run_dir: str) -> None:
+    """Make the run folder, and see that it can be written.
+
+    Raises:
+        ConfigError: it is a file, or cannot be made or written.
+    """
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "is not a folder" if Path(run_dir).exists() else f"cannot be made ({error.strerror})"
+        raise ConfigError(f"run.dir = {run_dir!r}: {reason}; name another folder") from None
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir = {run_dir!r}: may not be written; change its permissions or name another folder")
+
+
+def changed_fields(config: PretrainConfig, checkpoint: Path) -> List[str]:
+    """Fields that differ from those a checkpoint was written with, as `field: old -> new`.
+
+    Raises:
+        CheckpointError: the checkpoint's configuration is missing or damaged.
+    """
+    path = checkpoint / CONFIG_FILE
+    try:
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
+    if not isinstance(written, dict):
+        raise CheckpointError(f"{path} holds no configuration; resume from an older checkpoint")
+    old, new = _flat(written), _flat(yaml.safe_load(dump_yaml(config)))
+    names = [name for name in new if name in old and old[name] != new[name] and not name.startswith(FREE_TO_CHANGE)]
+    return [f"{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}" for name in names]
+
+
+def _flat(tree: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
+    """Dotted names of the leaves; pass counts as keys of a schedule stay where they are, inside a list."""
+    leaves: Dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves.update(_flat(value, f"{prefix}{key}."))
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
