@@ -1,0 +1,130 @@
+"""Whole runs in real processes: stopped, resumed, moved to other layouts, fed with bad numbers."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launch import run_distributed
+from tests.distributed.run_case import (
+    SHARP_PHASE,
+    STEPS,
+    branch,
+    checkpoint_of,
+    rows_of,
+    run,
+    run_config,
+    stop_before,
+    write_corpus,
+)
+
+UNTIED = {"model__share_embeddings_and_output_weights": False}
+BF16 = {"precision__dtype": "bf16"}
+DROPOUT = {"model__attention_dropout": 0.1, "model__hidden_dropout": 0.1}
+SHARDED = {"optimizer__sharding": "megatron"}
+SAVES = (2, SHARP_PHASE, 9)
+STOPS = (1, SHARP_PHASE + 1, 11)
+# World size -> {name: (layout, settings)}; what is left of the world is data parallel.
+RESUMED = {
+    1: {"plain": ((1, 1), {**DROPOUT}), "bf16": ((1, 1), {**BF16, **UNTIED, **SHARDED})},
+    2: {
+        "data": ((1, 1), {**BF16, **DROPOUT, **SHARDED}),
+        "tensor": ((2, 1), {**DROPOUT, **UNTIED}),
+        "pipeline": ((1, 2), {**DROPOUT, **SHARDED}),
+    },
+    4: {"tensor-pipeline": ((2, 2), {**BF16, **DROPOUT}), "data-pipeline": ((1, 2), {**UNTIED, **SHARDED})},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def unbroken_and_resumed(rank, world_size, folder, corpus, variants):
+    """Each variant once without a break, then from copies at checkpoints, and stopped by signals."""
+    for name, (layout, settings) in variants.items():
+        whole = Path(folder) / name / "whole"
+        config = run_config(whole, corpus, layout, checkpoint__save_interval=1, **settings)
+        assert run(config) == "finished"
+        for step in SAVES:
+            copied = Path(folder) / name / f"saved{step}"
+            config.run.dir, config.checkpoint.save_interval = str(copied), None
+            once_on_first_rank(rank, world_size, copied, lambda c=copied, w=whole, s=step: branch(w, c, s))
+            assert run(config) == "finished"
+        config.run.dir = str(Path(folder) / name / "stopped")
+        for number, step in enumerate(STOPS):
+            assert run(config, stop_before(step, rank=number % world_size)) == "StoppedBySignal"
+        assert run(config) == "finished"
+        assert run(config, lambda trainer: pytest.fail("a finished run goes on")) == "finished"
+
+
+def once_on_first_rank(rank, world_size, folder, action):
+    """The other ranks wait for a file."""
+    import time
+
+    flag = folder.with_name(folder.name + ".ready")
+    if rank == 0:
+        action()
+        flag.touch()
+    while not flag.exists():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("world_size", RESUMED)
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, corpus, world_size):
+    run_distributed(unbroken_and_resumed, world_size, str(tmp_path), corpus, RESUMED[world_size], timeout=300)
+    for name in RESUMED[world_size]:
+        whole = tmp_path / name / "whole"
+        check_rows(rows_of(whole))
+        for step in SAVES:
+            check_equal(whole, tmp_path / name / f"saved{step}")
+        stopped = tmp_path / name / "stopped"
+        check_equal(whole, stopped)
+        kept = sorted(path.name for path in (stopped / "checkpoints").glob("step_*"))
+        assert kept == [f"step_{step:08d}" for step in (*STOPS, STEPS)]
+        check_dormant_fusion(whole)
+
+
+def check_rows(rows):
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    passes = [row["passes"] for row in rows]
+    assert passes[:SHARP_PHASE] == [1] * SHARP_PHASE and set(passes[SHARP_PHASE:]) == {1, 2, 3}
+    assert passes.index(1, SHARP_PHASE) > min(passes.index(2), passes.index(3))
+    assert [row["tokens"] for row in rows[:5]] == [64, 128, 192, 256, 384]
+    for row in rows:
+        needed = {"step", "passes", "loss", "grad_norm", "lr", "tokens", "skipped"}
+        assert needed | {f"loss_pass_{k + 1}" for k in range(row["passes"])} <= row.keys()
+        assert all(math.isfinite(value) for value in row.values()) and row["skipped"] == 0
+
+
+def check_equal(whole, other):
+    assert rows_of(other) == rows_of(whole)
+    found, expected = checkpoint_of(other, STEPS), checkpoint_of(whole, STEPS)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    states = [(f / "checkpoints" / f"step_{STEPS:08d}" / "trainer_state.json").read_text() for f in (whole, other)]
+    assert states[0] == states[1]
+    status = json.loads((other / "status.json").read_text())
+    last = {"state": "finished", "step": STEPS, "train_steps": STEPS, "last_checkpoint": f"step_{STEPS:08d}"}
+    assert last.items() <= status.items() and status["loss"] == rows_of(other)[-1]["loss"]
+
+
+def check_dormant_fusion(whole):
+    """Fusion weights: unchanged and without moments before the first multi-pass batch, then moved in every step."""
+    passes = [row["passes"] for row in rows_of(whole)]
+    first = next(step for step, count in enumerate(passes) if count > 1)
+    at = {step: checkpoint_of(whole, step) for step in range(1, STEPS + 1)}
+    fusion = [name for name in at[1] if "fusion." in name]
+    assert len(fusion) == 8
+    for step in range(1, STEPS):
+        for name in fusion:
+            before, after = at[step][name], at[step + 1][name]
+            if step + 1 <= first:
+                assert torch.equal(before, after) and ("exp_avg" not in name or not after.any())
+            elif not (name.startswith("fusion.") and before.dtype == torch.bfloat16):
+                assert not torch.equal(before, after), (name, step)
+    state = json.loads((whole / "checkpoints" / f"step_{STEPS:08d}" / "trainer_state.json").read_text())
+    assert state["updates"] == STEPS and state["fusion_updates"] == STEPS - first
