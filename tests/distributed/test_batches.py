@@ -1,6 +1,7 @@
 """Data sets and micro-batches in real processes: one rank of each stage reads, all of them hold the same."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def prefix(tmp_path):
 
 
 def test_stages_hold_what_they_need_and_only_their_first_rank_reads(tmp_path, prefix):
-    results = run_distributed(load_in_three_stages, 6, str(tmp_path), prefix, timeout=180)
+    results = run_distributed(load_in_three_stages, 6, str(tmp_path), prefix, timeout=300)
     assert [reads for reads, _ in results] == [6, 0, 6, 0, 6, 0]
     for rank, (_, message) in enumerate(results):
         on_others = "samples 0 to 4 cannot be read; tensor-parallel rank 0 of this stage says why"
@@ -107,7 +108,7 @@ def read_shares_and_fail(rank, world_size, folder, prefixes, broken):
 def test_samples_are_the_same_for_any_number_of_ranks_and_damage_ends_them_all(tmp_path, prefix):
     prefixes = [write_documents(tmp_path / f"c{i}", numbered_documents(30, 11 + i, start=100 * i)) for i in range(2)]
     os.truncate(f"{prefix}.bin", 100)
-    results = run_distributed(read_shares_and_fail, 3, str(tmp_path), prefixes, prefix, timeout=180)
+    results = run_distributed(read_shares_and_fail, 3, str(tmp_path), prefixes, prefix, timeout=300)
     assert all("corpus.bin: 100 bytes found, 780 expected" in message for _, message in results)
     for number, weights in enumerate(WEIGHTS):
         alone, valid = read_share(0, 1, str(tmp_path / f"alone{number}"), prefixes, weights)
@@ -127,13 +128,13 @@ def build_at_once(rank, world_size, folder, prefix, rounds):
     for round_, config in config_of.items():
         store.add(f"round{round_}", 1)
         while store.add(f"round{round_}", 0) < world_size:
-            pass
+            time.sleep(0.001)
         rows = build_datasets(config, PlainTokenizer(), 60, 0).train
         results.append([rows[i]["tokens"].tolist() for i in range(len(rows))])
     return results
 
 
 def test_separate_runs_may_build_the_same_cache_at_once(tmp_path, prefix):
-    results = run_distributed(build_at_once, 4, str(tmp_path), prefix, 20, timeout=180, init_group=False)
+    results = run_distributed(build_at_once, 4, str(tmp_path), prefix, 20, timeout=300, init_group=False)
     assert all(rows == results[0][0] for process in results for rows in process)
     assert not list(Path(tmp_path).rglob(".building-*"))
