@@ -3,11 +3,13 @@
 from typing import List
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_fbt.config.optimizer import OptimizerConfig
 from megatron_fbt.core.cpu import cuda_type_names
@@ -64,3 +66,14 @@ def build_megatron_optimizer(config: OptimizerConfig, model: DistributedDataPara
 def main_gradients(optimizer: MegatronOptimizer) -> List[torch.Tensor]:
     """The fp32 gradients that the optimizer steps with, after prepare_grads."""
     return [param.grad for param in optimizer.get_parameters() if param.grad is not None]
+
+
+def norm_gradients(optimizer: MegatronOptimizer) -> List[torch.Tensor]:
+    """Those of main_gradients that count towards the global norm: each weight once among stages and tensor ranks."""
+    return [
+        param.grad
+        for param in optimizer.get_parameters()
+        if param.grad is not None
+        and param_is_not_shared(param)
+        and tensor_parallel.param_is_not_tensor_parallel_duplicate(param)
+    ]

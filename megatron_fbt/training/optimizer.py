@@ -11,7 +11,13 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_fbt.config.optimizer import OptimizerConfig
 from megatron_fbt.core.cpu import cuda_type_names
-from megatron_fbt.core.grad_sync import FUSION_GROUP, build_megatron_optimizer, main_gradients, reduce_gradients
+from megatron_fbt.core.grad_sync import (
+    FUSION_GROUP,
+    build_megatron_optimizer,
+    main_gradients,
+    norm_gradients,
+    reduce_gradients,
+)
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import PassTotals
 from megatron_fbt.model.loss import pass_loss_weights
@@ -97,7 +103,7 @@ class Optimizer:
         layout = self.layout
         local = torch.zeros(3 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
         if self.config.sharding == "megatron" or layout.data_rank == 0:
-            for gradient in self.megatron.get_main_grads_for_grad_norm():
+            for gradient in norm_gradients(self.megatron):
                 local[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
         if layout.is_last_stage and layout.tensor_rank == 0:
             local[1] = totals.tokens
