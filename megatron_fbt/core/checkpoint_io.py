@@ -1,9 +1,10 @@
 """Writing and reading Megatron-Core's distributed checkpoint format."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
-from typing import Dict, Iterator
+from typing import Callable, Dict, Iterator
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -21,6 +22,11 @@ from megatron_fbt.errors import CheckpointError
 
 INDEX = ".metadata"
 """File with the place of every tensor."""
+SMALL_FILES: Dict[str, Callable[[Path], object]] = {
+    "metadata.json": lambda path: json.loads(path.read_text()),
+    "common.pt": lambda path: torch.load(path, map_location="cpu", weights_only=False),
+}
+"""What Megatron-Core writes beside the tensors."""
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
@@ -94,6 +100,9 @@ def check_files(folder: Path) -> Metadata:
     Raises:
         CheckpointError: naming the file that is missing or too short.
     """
+    for name, read in SMALL_FILES.items():
+        with _as_checkpoint_error(f"{folder / name} cannot be read", "resume from an older checkpoint"):
+            read(folder / name)
     path = folder / INDEX
     with _as_checkpoint_error(f"{path} cannot be read", "resume from an older checkpoint"):
         index = torch_checkpoint.FileSystemReader(str(folder)).read_metadata()

@@ -135,8 +135,9 @@ def changed_fields(config: PretrainConfig, checkpoint: Path) -> List[str]:
         written = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
-    if not isinstance(written, dict):
-        raise CheckpointError(f"{path} holds no configuration; resume from an older checkpoint")
+    whole = isinstance(written, dict) and all(isinstance(written.get(name), dict) for name in vars(config))
+    if not whole or "seed" not in written["run"]:
+        raise CheckpointError(f"{path} holds no whole configuration; resume from an older checkpoint")
     old, new = _flat(written), _flat(yaml.safe_load(dump_yaml(config)))
     names = [name for name in new if name in old and old[name] != new[name] and not name.startswith(FREE_TO_CHANGE)]
     return [f"{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}" for name in names]

@@ -63,7 +63,7 @@ def run_config(folder: Path, corpus: str, layout: Tuple[int, int] = (1, 1), **ov
         "data__sequence_length": 16,
         "data__cache_dir": f"{corpus}-cache",
         "training__train_steps": STEPS,
-        "training__micro_batch_size": 1,
+        "training__micro_batch_size": 2,
         "training__global_batch_size": 8,
         "training__rampup_batch_size": [4, 4, 16],
         "training__eval_iters": 0,
@@ -76,6 +76,7 @@ def run_config(folder: Path, corpus: str, layout: Tuple[int, int] = (1, 1), **ov
         section, field = name.split("__")
         assert hasattr(getattr(config, section), field), name
         setattr(getattr(config, section), field, value)
+    config.data.tokenizer.path = "a stand-in"
     return config
 
 
@@ -87,11 +88,13 @@ def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = N
 
     Args:
         config: of the run; not changed.
-        before_step: called with the trainer at the beginning of each step.
+        before_step: called with the trainer at the beginning of each step; what it returns is called at the end.
 
     Returns:
         "finished", or the name of the error that ended it.
     """
+    from megatron.core import parallel_state
+
     from megatron_fbt import pretrain
     from megatron_fbt.errors import FBTError
     from megatron_fbt.training.signals import SignalWatcher
@@ -103,15 +106,21 @@ def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = N
     plain_step = Trainer._step
 
     def step(trainer, signals):
-        if before_step is not None:
-            before_step(trainer)
-        return plain_step(trainer, signals)
+        after_step = before_step(trainer) if before_step is not None else None
+        result = plain_step(trainer, signals)
+        if after_step is not None:
+            after_step()
+        return result
 
     Trainer._step = step
     try:
         with SignalWatcher() as signals:
             pretrain.train(copy_of(config), int(os.environ["RANK"]) == 0, signals)
     except FBTError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        if torch.distributed.is_initialized():  # a process of its own would end here
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
         return type(error).__name__
     finally:
         Trainer._step = plain_step
