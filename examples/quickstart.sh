@@ -12,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=/dev/null
 source examples/setup_env.sh
 
-# Libraries warn about GPU packages and settings that play no part here.
-export PYTHONWARNINGS=ignore
+# Libraries warn about GPU packages and settings that play no part here. Four processes share two cores: one thread each.
+export PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
 
 folder=${1:-runs/quickstart}
 config=examples/configs/tiny_cpu.yaml
