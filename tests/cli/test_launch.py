@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megatron_fbt.launch import build_parser, choose_exit_code, main
 
+ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -54,7 +56,8 @@ def start(folder, body, *arguments, options=()):
     script.write_text(WORKER + body)
     command = [sys.executable, "-m", "megatron_fbt.launch", "--nproc_per_node", "2", *options]
     command += [str(script), str(folder), *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def wait_until_ready(folder, launcher):

@@ -2,17 +2,22 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def run(tool, *arguments):
-    command = [sys.executable, f"tools/{tool}.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def write_dataset(prefix, documents):
