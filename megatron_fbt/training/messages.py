@@ -32,6 +32,7 @@ def set_up_messages(is_main: bool) -> None:
 
 
 def hide_gpu_hints() -> None:
-    """Where there is no GPU, hints on its settings are about nothing."""
+    """Where there is no GPU, hints on its settings and its generators are about nothing."""
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", HINT_FOR_GPUS, UserWarning)

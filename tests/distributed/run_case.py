@@ -4,10 +4,12 @@ import dataclasses
 import os
 import shutil
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_fbt.config.feedback import PassPhase
 from megatron_fbt.config.pretrain import PretrainConfig
@@ -80,7 +82,15 @@ def run_config(folder: Path, corpus: str, layout: Tuple[int, int] = (1, 1), **ov
     return config
 
 
-_attempts = iter(range(10_000))
+_numbers = iter(range(10_000))
+
+
+def meet(name: str) -> None:
+    """Join a process group; the store that all of a test's groups share needs a new name for each."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), **options)
 
 
 def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = None) -> str:
@@ -100,8 +110,7 @@ def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = N
     from megatron_fbt.training.signals import SignalWatcher
     from megatron_fbt.training.trainer import Trainer
 
-    # Process groups of the same processes meet under a new name each time.
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(next(_attempts))
+    meet(f"run {next(_numbers)}")
     pretrain.build_tokenizer = lambda section: PlainTokenizer(VOCAB)
     plain_step = Trainer._step
 
@@ -118,12 +127,12 @@ def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = N
             pretrain.train(copy_of(config), int(os.environ["RANK"]) == 0, signals)
     except FBTError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        if torch.distributed.is_initialized():  # a process of its own would end here
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
         return type(error).__name__
     finally:
         Trainer._step = plain_step
+        if dist.is_initialized():  # a process of its own would end here
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
     return "finished"
 
 
