@@ -21,10 +21,10 @@ class DistributedFailure(AssertionError):
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, init_group: bool = True
 ) -> List[Any]:
-    """Call ``function(rank, world_size, *args)`` in ``world_size`` spawned processes.
+    """Call ``function(rank, world_size, *args)`` in ``world_size`` processes of their own.
 
     Args:
-        function: Importable by name from its module (spawned processes import it afresh).
+        function: Importable by name from its module.
         world_size: Number of processes, each with one thread.
         args: Picklable arguments.
         timeout: Seconds for the whole call, start of the processes included.
@@ -40,7 +40,8 @@ def run_distributed(
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
     payload = pickle.dumps((function, args))
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     processes, receivers = [], []

@@ -59,7 +59,7 @@ class Case:
             "precision.dtype": "fp32",
             "data.sequence_length": SEQUENCE,
             "optimizer.lr": 3e-3,
-            "optimizer.clip_grad": 0.5,
+            "optimizer.clip_grad": 0.6,
             "parallel.tensor_model_parallel_size": grid.tensor,
             "parallel.pipeline_model_parallel_size": grid.pipeline,
             "parallel.sequence_parallel": grid.sequence_parallel,
@@ -152,9 +152,7 @@ def whole(pieces: List[Piece], vocab: int = 1003) -> Dict[str, torch.Tensor]:
     joined: Dict[str, List[torch.Tensor]] = {}
     replicas = sorted({(p.pipeline_rank, p.data_rank) for p in pieces})
     for replica in replicas:
-        group = sorted(
-            (p for p in pieces if (p.pipeline_rank, p.data_rank) == replica), key=lambda p: p.tensor_rank
-        )
+        group = sorted((p for p in pieces if (p.pipeline_rank, p.data_rank) == replica), key=lambda p: p.tensor_rank)
         for name in group[0].tensors:
             joined.setdefault(name, []).append(_join(name, group))
     for name, copies in joined.items():
@@ -184,7 +182,7 @@ class Outcome:
     """What one rank saw of a case."""
 
     first: Dict[int, Any]
-    """{K: (losses per pass of this rank's sums, loss tokens, gradients of the sum as a Piece)} at the initial weights."""
+    """{K: (summed loss of each pass, loss tokens, gradients of the sum)} at the initial weights."""
     steps: List[Any]
     """A StepReport for each of the case's steps."""
     initial: Piece

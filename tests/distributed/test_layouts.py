@@ -113,7 +113,7 @@ def test_five_steps_equal_one_process(results, grid, name):
 
 def test_clipping_was_active_in_some_steps(results):
     norms = [step.grad_norm for step in outcomes(results, Grid(), "tied")[0].steps]
-    assert max(norms) > 0.5 > min(norms)
+    assert max(norms) > 0.6 > min(norms)
 
 
 def test_sharding_changes_nothing(results):
