@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Callable, Dict, Iterator
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -22,9 +23,11 @@ from megatron_fbt.errors import CheckpointError
 
 INDEX = ".metadata"
 """File with the place of every tensor."""
+COMMON_FILE = "common.pt"
+"""State that is no tensor; there is none."""
 SMALL_FILES: Dict[str, Callable[[Path], object]] = {
     "metadata.json": lambda path: json.loads(path.read_text()),
-    "common.pt": lambda path: torch.load(path, map_location="cpu", weights_only=False),
+    COMMON_FILE: lambda path: torch.load(path, map_location="cpu", weights_only=False),
 }
 """What Megatron-Core writes beside the tensors."""
 
@@ -45,6 +48,9 @@ class InProcessSave(TorchDistSaveShardedStrategy):
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
+        common = Path(checkpoint_dir) / COMMON_FILE
+        if dist.get_rank() == 0 and not common.exists():  # later releases keep it in the index; earlier ones need it
+            torch.save({}, common)
 
 
 def save_tensors(sharded: dict, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Layer specs of the two backends, and Megatron-Core's configuration built from ours."""
 
-from typing import List
+import functools
+from typing import Callable, List, Union
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,13 @@ def _layer_parts(backend: str) -> dict:
     }
 
 
+def _mlp(submodules: MLPSubmodules) -> Union[ModuleSpec, Callable]:
+    """The MLP as a part of a layer: a spec in early releases of Megatron-Core, a function in those that have one."""
+    if hasattr(MLP, "as_mlp_submodule"):
+        return functools.partial(MLP.as_mlp_submodule, submodules=submodules)
+    return ModuleSpec(module=MLP, submodules=submodules)
+
+
 def layer_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
     """One pre-norm transformer layer; parameter names are the same in both backends."""
     parts = _layer_parts(backend)
@@ -103,7 +111,7 @@ def layer_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=parts["norm"],
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=parts["column"], linear_fc2=parts["row"])),
+            mlp=_mlp(MLPSubmodules(linear_fc1=parts["column"], linear_fc2=parts["row"])),
             mlp_bda=get_bias_dropout_add,
         ),
     )
