@@ -27,8 +27,10 @@ setup(
         "PyYAML>=6.0",
         "sentencepiece>=0.2",
         "protobuf>=4.25",
-        "tokenizers>=0.21",
-        "transformers>=4.50,<6",
+        "tokenizers>=0.22",
+        # Earlier releases cannot load an export from a folder with a dot in its name.
+        "transformers>=4.57,<6",
+        "huggingface_hub>=0.34",
         "safetensors>=0.4.5",
         "tensorboard>=2.16",
         "rich>=13.7",
