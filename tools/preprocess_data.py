@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenize text into Megatron's indexed data sets (.bin, .idx).
+r"""Tokenize text into Megatron's indexed data sets (.bin, .idx).
 
 example:
   python tools/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus \

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a lossless SentencePiece tokenizer: each text decodes back to itself.
+r"""Train a lossless SentencePiece tokenizer: each text decodes back to itself.
 
 example:
   python tools/train_tokenizer.py --input corpus/ --vocab_size 32000 --output data/tokenizer
