@@ -12,6 +12,7 @@ from megatron_fbt.config.plan import make_plan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.data.tokenizer import build_tokenizer
 from megatron_fbt.errors import FBTError, StoppedBySignal
+from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.messages import set_up_messages
 from megatron_fbt.training.run_folder import finished_checkpoint, prepare_run_folder
 from megatron_fbt.training.signals import SignalWatcher
@@ -56,14 +57,15 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     world_size = resolve_world_size(config, os.environ, dry_run=False)
     validate_config(config, world_size)
     prepare_run_folder(config.run.dir)
+    train_steps, _ = run_length(config.training, config.data.sequence_length)
+    finished = finished_checkpoint(config, train_steps)
+    if finished is not None:
+        if is_main:
+            print(f"{config.run.dir} is finished ({finished.name} of {train_steps} steps): nothing to do")
+        return
     tokenizer = build_tokenizer(config.data.tokenizer)
     config.model.vocab_size = check_vocab_size(config, tokenizer.vocab_size)
     plan = make_plan(config, world_size, config.model.vocab_size)
-    finished = finished_checkpoint(config, plan.train_steps)
-    if finished is not None:
-        if is_main:
-            print(f"{config.run.dir} is finished ({finished.name} of {plan.train_steps} steps): nothing to do")
-        return
     if is_main:
         print(plan.describe(), flush=True)
     from megatron_fbt.training.session import run_session

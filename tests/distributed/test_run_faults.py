@@ -265,16 +265,17 @@ def test_every_damaged_file_of_a_checkpoint_is_named(tmp_path, corpus):
 WORKER = """
 import os, sys
 from megatron_fbt import pretrain
-from megatron_fbt.training.trainer import Trainer
 from tests.distributed.run_case import VOCAB
 from tests.unit.data.corpus import PlainTokenizer
 pretrain.build_tokenizer = lambda section: PlainTokenizer(VOCAB)
-plain = Trainer._step
-def step(trainer, signals):
-    if "break" in sys.argv and trainer.state.step == 2 and os.environ["RANK"] == "1":
-        raise RuntimeError("a broken rank")
-    return plain(trainer, signals)
-Trainer._step = step
+if "break" in sys.argv:
+    from megatron_fbt.training.trainer import Trainer
+    plain = Trainer._step
+    def step(trainer, signals):
+        if trainer.state.step == 2 and os.environ["RANK"] == "1":
+            raise RuntimeError("a broken rank")
+        return plain(trainer, signals)
+    Trainer._step = step
 sys.exit(pretrain.main(["--config", sys.argv[1]]))
 """
 
