@@ -34,14 +34,15 @@ def counter_hash(seed: int, stream: int, *counters: Counter) -> torch.Tensor:
     """64 pseudo-random bits for each combination of counters.
 
     Args:
-        seed: any integer.
-        stream: what the draw is for.
+        seed: 0 <= seed < 2**56.
+        stream: what the draw is for, below 128: it takes the bits above the seed's.
         counters: integers or int64 tensors, broadcast against each other.
 
     Returns:
         int64 tensor of the broadcast shape (0-d if all counters are integers).
     """
-    state = _mix(torch.tensor((seed ^ (stream << 56)) & (2**63 - 1)) + GOLDEN)
+    assert 0 <= seed < 2**56 and 0 <= stream < 128, "seeds out of range would share draws between streams"
+    state = _mix(torch.tensor(seed | (stream << 56), dtype=torch.int64) + GOLDEN)
     for counter in counters:
         if not isinstance(counter, torch.Tensor):
             counter = torch.tensor(counter, dtype=torch.int64)
