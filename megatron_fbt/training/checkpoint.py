@@ -67,24 +67,28 @@ class Checkpointer:
     def _make_room(self, temporary: Path) -> None:
         """An empty folder; what interrupted saves left behind goes."""
         try:
-            for leftover in self.folder.glob(".step_*.tmp"):
-                shutil.rmtree(leftover)
+            self._sweep()
             temporary.mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {temporary}: {error}") from error
+
+    def _sweep(self) -> None:
+        for leftover in self.folder.glob(".step_*.tmp"):
+            shutil.rmtree(leftover)
 
     def _publish(self, temporary: Path, final: Path, state: TrainerState, config_yaml: str) -> None:
         try:
             replace_file(temporary / CONFIG_FILE, config_yaml)
             replace_file(temporary / STATE_FILE, json.dumps(dataclasses.asdict(state), indent=2) + "\n")
-            if final.exists():
-                shutil.rmtree(final)
+            if final.exists():  # out of the way at once; removed when its successor is in place
+                final.rename(self.folder / f".{final.name}.old.tmp")
             temporary.rename(final)
             replace_file(self.folder / TRACKER, final.name + "\n")
             if self.keep_last is not None:
                 for old in sorted(self.folder.glob("step_*"))[: -self.keep_last]:
                     if old != final:
                         shutil.rmtree(old)
+            self._sweep()
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
 

@@ -268,11 +268,13 @@ from megatron_fbt import pretrain
 from tests.distributed.run_case import VOCAB
 from tests.unit.data.corpus import PlainTokenizer
 pretrain.build_tokenizer = lambda section: PlainTokenizer(VOCAB)
-if "break" in sys.argv:
+if len(sys.argv) > 2:
     from megatron_fbt.training.trainer import Trainer
     plain = Trainer._step
     def step(trainer, signals):
         if trainer.state.step == 2 and os.environ["RANK"] == "1":
+            if sys.argv[2] == "die":
+                os.kill(os.getpid(), 9)
             raise RuntimeError("a broken rank")
         return plain(trainer, signals)
     Trainer._step = step
@@ -297,13 +299,14 @@ def start(folder, corpus, repository, *arguments, **settings):
     )
 
 
-def test_an_error_on_one_rank_ends_the_run_and_is_told_once(tmp_path, corpus, repository):
-    launcher = start(tmp_path, corpus, repository, "break")
+@pytest.mark.parametrize("fault, code", [("raise", 1), ("die", 137)])
+def test_a_failed_rank_ends_the_run_and_one_rank_tells_of_it(tmp_path, corpus, repository, fault, code):
+    launcher = start(tmp_path, corpus, repository, fault)
     wait_for_rows(tmp_path, launcher, 2)
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=120)
-    assert time.monotonic() - began < 60 and launcher.returncode == 1
-    assert errors.count("RuntimeError: a broken rank") == 1 and errors.count("Traceback") == 1
+    assert time.monotonic() - began < 60 and launcher.returncode == code
+    assert errors.count("Traceback") == 1 and ("RuntimeError: a broken rank" in errors) == (fault == "raise")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 

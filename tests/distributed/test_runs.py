@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fbt.training.metrics import read_metrics
 from tests.distributed.launch import run_distributed
 from tests.distributed.run_case import (
     SHARP_PHASE,
     STEPS,
+    TIMES,
     branch,
     checkpoint_of,
     rows_of,
@@ -84,6 +86,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, corpus, worl
     for name in variants:
         whole = tmp_path / name / "whole"
         check_rows(rows_of(whole))
+        assert all(row.keys() >= set(TIMES) for row in read_metrics(whole / "metrics.jsonl"))
         for step in SAVES[world_size]:
             check_equal(whole, tmp_path / name / f"saved{step}")
         stopped = tmp_path / name / "stopped"

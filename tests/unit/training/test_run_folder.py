@@ -1,0 +1,90 @@
+"""What is read from a run folder before anything is started."""
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.errors import CheckpointError, ConfigError
+from megatron_fbt.training.run_folder import (
+    TrainerState,
+    changed_fields,
+    finished_checkpoint,
+    latest_checkpoint,
+    prepare_run_folder,
+    read_trainer_state,
+    step_folder,
+)
+
+
+def write_checkpoint(folder, step, config=None):
+    checkpoint = folder / "checkpoints" / step_folder(step)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps(dataclasses.asdict(TrainerState(step=step))))
+    (checkpoint / "config.yaml").write_text(dump_yaml(config or PretrainConfig()))
+    (folder / "checkpoints" / "latest").write_text(checkpoint.name + "\n")
+    return checkpoint
+
+
+def test_the_tracker_decides_not_the_highest_number(tmp_path):
+    folder = tmp_path / "checkpoints"
+    assert latest_checkpoint(folder) is None
+    older, _ = write_checkpoint(tmp_path, 3), write_checkpoint(tmp_path, 20)
+    assert latest_checkpoint(folder).name == "step_00000020"
+    (folder / "latest").write_text("step_00000003")
+    assert latest_checkpoint(folder) == older and read_trainer_state(older).step == 3
+
+
+def test_an_incomplete_checkpoint_is_not_recommended(tmp_path):
+    write_checkpoint(tmp_path, 3)
+    (tmp_path / "checkpoints" / "step_00000009").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000009")
+    with pytest.raises(CheckpointError, match="Write one of these into it: step_00000003; or"):
+        latest_checkpoint(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "unheard_of": 1}', '{"step"'])
+def test_damaged_counters_are_named(tmp_path, content):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    (checkpoint / "trainer_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match="step_00000003/trainer_state.json cannot be read"):
+        read_trainer_state(checkpoint)
+
+
+def test_a_run_is_finished_when_its_checkpoint_reaches_the_length(tmp_path):
+    config = PretrainConfig()
+    config.run.dir = str(tmp_path)
+    assert finished_checkpoint(config, 1) is None
+    checkpoint = write_checkpoint(tmp_path, 8)
+    assert finished_checkpoint(config, 9) is None
+    assert finished_checkpoint(config, 8) == finished_checkpoint(config, 7) == checkpoint
+
+
+def test_changes_since_a_checkpoint_are_told_except_those_without_influence(tmp_path):
+    old, new = PretrainConfig(), PretrainConfig()
+    old.training.train_steps, new.training.train_steps = 10, 20
+    new.feedback.jitter.scale, new.run.dir, new.logging.log_interval = 0.5, "elsewhere", 7
+    checkpoint = write_checkpoint(tmp_path, 3, old)
+    assert changed_fields(old, checkpoint) == []
+    assert changed_fields(new, checkpoint) == ["feedback.jitter.scale: 0.02 -> 0.5", "training.train_steps: 10 -> 20"]
+
+
+@pytest.mark.parametrize("content", ["", "model: [", "model: {}\n", "- 1\n"])
+def test_a_checkpoint_without_its_configuration_is_damaged(tmp_path, content):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    (checkpoint / "config.yaml").write_text(content)
+    with pytest.raises(CheckpointError, match="step_00000003/config.yaml"):
+        changed_fields(PretrainConfig(), checkpoint)
+
+
+def test_the_run_folder_is_made_and_must_be_a_folder(tmp_path):
+    prepare_run_folder(str(tmp_path / "a" / "b"))
+    prepare_run_folder(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run.dir = .*file'.*not a folder"):
+        prepare_run_folder(str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="run.dir = .*cannot be made"):
+        prepare_run_folder(str(tmp_path / "file" / "below"))
