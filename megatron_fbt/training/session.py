@@ -1,5 +1,7 @@
 """One training process from joining the process group to leaving it."""
 
+import contextlib
+
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.cpu import on_gpu
@@ -45,7 +47,8 @@ def run_session(
         raise
     except BaseException as error:
         error.speaks = speaks_first()
-        reporter.end("failed")
+        with contextlib.suppress(OSError):  # on a full disk the error itself must still reach the user
+            reporter.end("failed")
         raise
     reporter.end("finished")
     shut_down_parallel(layout)

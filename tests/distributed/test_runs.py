@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fbt.config.load import load_yaml
 from megatron_fbt.training.metrics import read_metrics
 from tests.distributed.launch import run_distributed
 from tests.distributed.run_case import (
     SHARP_PHASE,
     STEPS,
     TIMES,
+    VOCAB,
     branch,
     checkpoint_of,
     rows_of,
@@ -115,6 +117,8 @@ def check_equal(whole, other):
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     states = [(f / "checkpoints" / f"step_{STEPS:08d}" / "trainer_state.json").read_text() for f in (whole, other)]
     assert states[0] == states[1]
+    for written in (other / "config.yaml", other / "checkpoints" / f"step_{STEPS:08d}" / "config.yaml"):
+        assert load_yaml(str(written)).model.vocab_size == VOCAB
     status = json.loads((other / "status.json").read_text())
     last = {"state": "finished", "step": STEPS, "train_steps": STEPS, "last_checkpoint": f"step_{STEPS:08d}"}
     assert last.items() <= status.items() and status["loss"] == rows_of(other)[-1]["loss"]
