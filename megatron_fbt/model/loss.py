@@ -26,7 +26,7 @@ def token_losses(
     """Negative log-likelihood of each label over the real vocabulary; padded rows take no part.
 
     Args:
-        logits: [s, b, v/tp], this rank's part of the padded vocabulary.
+        logits: [s, b, v/tp], this rank's part of the padded vocabulary; float32 ones are overwritten.
         labels: [b, s].
         vocab_size: entries of the vocabulary without padding.
         tensor_rank: rank in the tensor-parallel group.
