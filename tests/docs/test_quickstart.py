@@ -45,6 +45,7 @@ def run_quickstart(repository: Path, tmp_path: Path) -> str:
             code = process.wait(TIMEOUT_S)
         finally:
             process.terminate()  # lets the script hand a stop on to the training run
+            process.wait()
     printed = log.read_text(encoding="utf-8", errors="replace")
     assert code == 0, printed[-6000:]
     return printed
