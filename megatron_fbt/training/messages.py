@@ -11,6 +11,7 @@ HINTS_FOR_DEVELOPERS = (
     (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),
     (UserWarning, "full scope is deprecated"),
 )
+LOGGERS_FOR_DEVELOPERS = ("megatron.core.dist_checkpointing.strategies.common",)
 HINT_FOR_GPUS = ".*CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -27,6 +28,8 @@ def set_up_messages(is_main: bool) -> None:
     logging.getLogger("megatron_fbt").setLevel(logging.INFO if is_main else logging.WARNING)
     if sys.warnoptions:
         return
+    for name in LOGGERS_FOR_DEVELOPERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for category, message in HINTS_FOR_DEVELOPERS:
         warnings.filterwarnings("ignore", message, category)
 
