@@ -5,9 +5,10 @@ from typing import List, Optional
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fbt.core.parallel import Layout
-from megatron_fbt.core.schedule import PassTotals, PassView, Recipe
+from megatron_fbt.core.schedule import PassTotals, PassView, Recipe, run_passes
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
 from megatron_fbt.model.layers import rms_normalize
@@ -177,6 +178,34 @@ def causality(built: Built) -> dict:
     return {"earlier": [c[:20].max().item() for c in change], "later": [c[20:].max().item() for c in change]}
 
 
+class HostReads(TorchDispatchMode):
+    """Counts the reads of a tensor's value by the host (`item`, `bool`, …), each of which waits for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **(kwargs or {}))
+
+
+def host_reads(built: Built) -> dict:
+    """Host reads in a three-pass step, Adam's own update left out, and the lists that are fetched."""
+    fetched = []
+    plain_list, built.optimizer.megatron.step_with_ready_grads = torch.Tensor.tolist, lambda: True
+    torch.Tensor.tolist = lambda tensor: fetched.append(tensor.shape) or plain_list(tensor)
+    try:
+        batches = global_batch(0, VOCAB)
+        with HostReads() as reads:
+            built.optimizer.zero_grad()
+            totals = run_passes(built.stage, batches, 3, built.recipe)
+            built.optimizer.step(totals, True, False)
+    finally:
+        torch.Tensor.tolist = plain_list
+    return {"reads": reads.count, "lists": len(fetched)}
+
+
 def measure(rank: int, world_size: int) -> dict:
     """Everything, for a tied and an untied model; the function that the test process starts with."""
     layout: Layout = start(Grid())
@@ -195,5 +224,6 @@ def measure(rank: int, world_size: int) -> dict:
             "empty": empty_region(model()),
             "state gradient": state_gradient(model()),
             "causality": causality(model()),
+            "host": host_reads(model()),
         }
     return found

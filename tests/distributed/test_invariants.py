@@ -56,3 +56,7 @@ def test_the_loss_of_a_later_pass_reaches_the_states_of_an_earlier_one(model):
 def test_nothing_flows_backwards_in_time(model):
     assert model["causality"]["earlier"] == [0.0, 0.0, 0.0]
     assert min(model["causality"]["later"]) > 1e-3
+
+
+def test_a_step_waits_for_the_device_once(model):
+    assert model["host"] == {"reads": 0, "lists": 1}
