@@ -29,7 +29,8 @@ class Layout:
     data_size: int
     sequence_parallel: bool
     device: torch.device
-    tensor_group: dist.ProcessGroup
+    batch_group: Optional[dist.ProcessGroup]
+    """The tensor-parallel ranks over gloo: batches travel between CPUs and no rank waits for its GPU. None if alone."""
     data_group: dist.ProcessGroup
 
     @property
@@ -58,12 +59,9 @@ def initialize_parallel(config: ParallelConfig, seed: int) -> Layout:
     enable_cpu_mode()
     if on_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if on_gpu() else "gloo",
-            timeout=datetime.timedelta(seconds=config.collective_timeout_s),
-            **_single_process(),
-        )
+        dist.init_process_group("nccl" if on_gpu() else "gloo", timeout=timeout, **_single_process())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -72,7 +70,14 @@ def initialize_parallel(config: ParallelConfig, seed: int) -> Layout:
         create_gloo_process_groups=False,
     )
     seed_dropout(seed, step=0)
-    return current_layout(config.sequence_parallel)
+    return _current_layout(config.sequence_parallel, timeout)
+
+
+def _batch_group(timeout: datetime.timedelta) -> Optional[dist.ProcessGroup]:
+    ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    if len(ranks) == 1:
+        return None
+    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
 def _single_process() -> dict:
@@ -82,8 +87,8 @@ def _single_process() -> dict:
     return {"store": store, "rank": 0, "world_size": 1}
 
 
-def current_layout(sequence_parallel: bool) -> Layout:
-    """The layout that Megatron-Core's parallel state holds."""
+def _current_layout(sequence_parallel: bool, timeout: datetime.timedelta) -> Layout:
+    """This rank's place as Megatron-Core's parallel state holds it."""
     return Layout(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -93,7 +98,7 @@ def current_layout(sequence_parallel: bool) -> Layout:
         data_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         sequence_parallel=sequence_parallel,
         device=current_device(),
-        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        batch_group=_batch_group(timeout),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
 

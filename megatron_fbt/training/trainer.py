@@ -47,7 +47,7 @@ class Trainer:
             config.optimizer, config.optimizer.lr_warmup_steps * config.training.global_batch_size, plan.train_samples
         )
         self.reader = BatchReader(
-            tp_group=layout.tensor_group if layout.tensor_size > 1 else None,
+            tp_group=layout.batch_group,
             tp_rank=layout.tensor_rank,
             is_first_stage=layout.is_first_stage,
             is_last_stage=layout.is_last_stage,
