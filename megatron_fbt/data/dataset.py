@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megatron_fbt.config.data import parse_split
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.data.indexed import check_ids, check_indexed, quiet_import
+from megatron_fbt.data.indexed import check_ids, check_indexed, quiet_megatron
 from megatron_fbt.errors import ConfigError, DataError, FBTError
 
-with quiet_import():
+with quiet_megatron():
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split

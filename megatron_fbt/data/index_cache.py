@@ -14,9 +14,9 @@ from typing import Callable
 
 import torch.distributed as dist
 
-from megatron_fbt.data.indexed import quiet_import
+from megatron_fbt.data.indexed import quiet_megatron
 
-with quiet_import():
+with quiet_megatron():
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset
 

@@ -21,8 +21,8 @@ _PART = 1 << 20
 
 
 @contextmanager
-def quiet_import() -> Iterator[None]:
-    """Import Megatron-Core without its warnings about absent GPU libraries, which data handling does not use."""
+def quiet_megatron() -> Iterator[None]:
+    """Use Megatron-Core without its warnings about absent GPU libraries and ranks, which data handling does not use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -40,7 +40,7 @@ class IndexedWriter:
         Raises:
             DataError: The folder cannot be written.
         """
-        with quiet_import():
+        with quiet_megatron():
             from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         self.prefix, self.vocab_size = str(prefix), vocab_size
@@ -179,11 +179,12 @@ def open_indexed(prefix: str, mmap: bool = True, vocab_size: Optional[int] = Non
     Raises:
         DataError: See check_indexed.
     """
-    with quiet_import():
+    with quiet_megatron():
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     check_indexed(prefix, vocab_size)
-    return IndexedDataset(str(prefix), multimodal=False, mmap=mmap)
+    with quiet_megatron():
+        return IndexedDataset(str(prefix), multimodal=False, mmap=mmap)
 
 
 def _read_header(idx_path: str):
