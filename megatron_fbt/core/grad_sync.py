@@ -68,12 +68,10 @@ def main_gradients(optimizer: MegatronOptimizer) -> List[torch.Tensor]:
     return [param.grad for param in optimizer.get_parameters() if param.grad is not None]
 
 
-def norm_gradients(optimizer: MegatronOptimizer) -> List[torch.Tensor]:
-    """Those of main_gradients that count towards the global norm: each weight once among stages and tensor ranks."""
+def norm_weights(optimizer: MegatronOptimizer) -> List[float]:
+    """For each of main_gradients: 1 if it counts towards the global norm, 0 if another rank counts its copy of it."""
     return [
-        param.grad
+        float(param_is_not_shared(param) and tensor_parallel.param_is_not_tensor_parallel_duplicate(param))
         for param in optimizer.get_parameters()
         if param.grad is not None
-        and param_is_not_shared(param)
-        and tensor_parallel.param_is_not_tensor_parallel_duplicate(param)
     ]

@@ -15,7 +15,7 @@ from megatron_fbt.core.grad_sync import (
     FUSION_GROUP,
     build_megatron_optimizer,
     main_gradients,
-    norm_gradients,
+    norm_weights,
     reduce_gradients,
 )
 from megatron_fbt.core.parallel import Layout
@@ -102,9 +102,10 @@ class Optimizer:
     def _measure(self, totals: PassTotals, stop_requested: bool) -> StepReport:
         layout = self.layout
         local = torch.zeros(3 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
-        if self.config.sharding == "megatron" or layout.data_rank == 0:
-            for gradient in norm_gradients(self.megatron):
-                local[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        counted = float(self.config.sharding == "megatron" or layout.data_rank == 0)
+        for gradient, weight in zip(main_gradients(self.megatron), norm_weights(self.megatron)):
+            squares = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+            local[0] += counted * weight * squares  # 0 * NaN is NaN: a bad copy is noticed on every rank
         if layout.is_last_stage and layout.tensor_rank == 0:
             local[1] = totals.tokens
             local[3:] = totals.nll
@@ -115,7 +116,7 @@ class Optimizer:
         losses = [nll / divisor for nll in sums]
         norm = math.sqrt(squares) / divisor
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
-        return StepReport(losses, norm, int(tokens), not finite, stops > 0)
+        return StepReport(losses, norm, int(tokens) if finite else 0, not finite, stops > 0)
 
     @contextlib.contextmanager
     def _dormant_fusion(self, active: bool) -> Iterator[None]:
