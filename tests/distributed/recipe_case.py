@@ -12,6 +12,7 @@ from megatron_fbt.core.schedule import PassTotals, PassView, run_passes
 from megatron_fbt.data.batch import MicroBatch, document_starts
 from megatron_fbt.data.sampler import micro_batch_sample_ids
 from megatron_fbt.feedback.jitter import jitter_noise
+from megatron_fbt.training.lr_schedule import LearningRate
 from megatron_fbt.training.optimizer import StepReport, total_loss
 from tests.distributed.model_case import EOD, Built, Case, Grid, Piece, build, piece, start
 
@@ -78,6 +79,7 @@ def one_step(built: Built, batch: MicroBatch, micro_batch_size: int, passes: int
     gradients = piece(built, {name: param.main_grad / tokens for name, param in named.items()})
     built.optimizer.zero_grad()
     totals = run_passes(built.stage, micro_batches, passes, built.recipe)
+    LearningRate(built.config.optimizer, 0, 1000).apply(built.optimizer, 0)  # sets the weight decay of each group too
     report = built.optimizer.step(totals, True, False)
     return Step(gradients, report, piece(built, named))
 
@@ -212,8 +214,6 @@ def one_process(rank: int, world_size: int) -> Dict[str, Any]:
 def two_processes(rank: int, world_size: int) -> Dict[str, Any]:
     """Results by the layout's name."""
     found: Dict[str, Optional[Dict[str, Any]]] = {}
-    for grid in (Grid(data=2), Grid(pipeline=2)):
-        found[str(grid)] = in_layout(grid, {"cuts": lambda layout, grid=grid: loss_mask_cuts(layout, grid, (1,))})
     for grid in (Grid(tensor=2), Grid(tensor=2, sequence_parallel=True)):
         measures = {
             "padding": lambda layout, grid=grid: padded_vocabulary(layout, grid),
@@ -221,4 +221,6 @@ def two_processes(rank: int, world_size: int) -> Dict[str, Any]:
             "reach": lambda layout, grid=grid: reach(layout, grid),
         }
         found[str(grid)] = in_layout(grid, measures)
+    for grid in (Grid(data=2), Grid(pipeline=2)):
+        found[str(grid)] = in_layout(grid, {"cuts": lambda layout, grid=grid: loss_mask_cuts(layout, grid, (1,))})
     return found
