@@ -74,10 +74,15 @@ def initialize_parallel(config: ParallelConfig, seed: int) -> Layout:
 
 
 def _batch_group(timeout: datetime.timedelta) -> Optional[dist.ProcessGroup]:
-    ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
-    if len(ranks) == 1:
+    """Every rank creates the group of every tensor-parallel group, in the same order, and keeps its own."""
+    own = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    if len(own) == 1:
         return None
-    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    groups = {}
+    for first in range(0, dist.get_world_size(), len(own)):  # Megatron-Core numbers tensor-parallel ranks first
+        ranks = tuple(range(first, first + len(own)))
+        groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    return groups[tuple(own)]
 
 
 def _single_process() -> dict:
