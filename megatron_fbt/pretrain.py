@@ -5,7 +5,7 @@ import sys
 import traceback
 from typing import List, Optional
 
-from megatron_fbt.config.checks import resolve_world_size, validate_config
+from megatron_fbt.config.checks import launcher_number, resolve_world_size, validate_config
 from megatron_fbt.config.dry_run import check_vocab_size, run_dry
 from megatron_fbt.config.load import parse_command_line
 from megatron_fbt.config.plan import make_plan
@@ -14,7 +14,12 @@ from megatron_fbt.data.tokenizer import build_tokenizer
 from megatron_fbt.errors import FBTError, StoppedBySignal
 from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.messages import set_up_messages
-from megatron_fbt.training.run_folder import finished_checkpoint, prepare_run_folder
+from megatron_fbt.training.run_folder import (
+    changed_fields,
+    finished_checkpoint,
+    prepare_run_folder,
+    refuse_another_model,
+)
 from megatron_fbt.training.signals import SignalWatcher
 from megatron_fbt.versions import check_megatron_core_version
 
@@ -28,7 +33,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             run_dry(config, options)
         else:
             with SignalWatcher() as signals:
-                train(config, int(os.environ.get("RANK", 0)) == 0, signals)
+                train(config, not launcher_number(os.environ, "RANK"), signals)
     except StoppedBySignal as stop:
         if stop.speaks:
             print(stop, flush=True)
@@ -60,8 +65,10 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     train_steps, _ = run_length(config.training, config.data.sequence_length)
     finished = finished_checkpoint(config, train_steps)
     if finished is not None:
+        refuse_another_model(config, finished)
         if is_main:
-            print(f"{config.run.dir} is finished ({finished.name} of {train_steps} steps): nothing to do")
+            print(f"{config.run.dir} is finished ({finished.name}, the run has {train_steps} steps): nothing to do")
+            print("".join(f"changed since then: {change}\n" for change in changed_fields(config, finished)), end="")
         return
     tokenizer = build_tokenizer(config.data.tokenizer)
     config.model.vocab_size = check_vocab_size(config, tokenizer.vocab_size)

@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 a loss of the last validation is not below entropy - margi
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -48,9 +49,14 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, help="run folder")
     parser.add_argument("--unigram_entropy", type=float, help="in nats per token, see tools/corpus_entropy.py")
-    parser.add_argument("--margin", type=float, default=0.0, help="what the last losses must be below the entropy")
+    parser.add_argument("--margin", type=float, help="what the last losses must be below the entropy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
+    if args.margin is not None and args.unigram_entropy is None:
+        parser.error("--margin needs --unigram_entropy")
+    for option in ("margin", "unigram_entropy"):
+        if not math.isfinite(getattr(args, option) or 0.0):
+            parser.error(f"--{option} {getattr(args, option)}: not a finite number")
     try:
         validations = read_validations(args.run)
     except FBTError as error:
@@ -63,7 +69,7 @@ def main(argv=None) -> int:
         print(table(validations, args.unigram_entropy))
     last = validations[-1][1]
     if args.unigram_entropy is not None:
-        limit = args.unigram_entropy - args.margin
+        limit = args.unigram_entropy - (args.margin or 0.0)
         if any(loss is None or loss > limit for loss in last):
             print(f"error: the last validation losses {last} are not all below {limit:.4f}", file=sys.stderr)
             return 1

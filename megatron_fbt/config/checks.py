@@ -56,7 +56,7 @@ def resolve_world_size(config: PretrainConfig, environment: Mapping[str, str], d
         ConfigError: if a real run has another number of processes than parallel.world_size.
     """
     wanted = config.parallel.world_size
-    launched = int(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else None
+    launched = launcher_number(environment, "WORLD_SIZE")
     if dry_run:
         return wanted or launched or config.parallel.model_parallel_size
     launched = launched or 1
@@ -66,6 +66,20 @@ def resolve_world_size(config: PretrainConfig, environment: Mapping[str, str], d
             "(torchrun --nnodes, --nproc_per_node), or set it to null"
         )
     return launched
+
+
+def launcher_number(environment: Mapping[str, str], name: str) -> Optional[int]:
+    """A number that the launcher hands over in its environment; None if it is not there.
+
+    Raises:
+        ConfigError: it is not a whole number of at least 0.
+    """
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not text.strip().isdecimal():
+        raise ConfigError(f"environment variable {name} = {text!r}: not a whole number; unset it, or use a launcher")
+    return int(text)
 
 
 def _model_problems(config: PretrainConfig) -> List[str]:

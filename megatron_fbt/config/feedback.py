@@ -160,9 +160,12 @@ class FeedbackConfig(Section):
     def _weight_problems(self) -> List[str]:
         """Relative weights exist for every extra pass that can be drawn, and do not vanish together."""
         weights = self.loss_weights.per_pass
-        if weights is None:
-            return []
         rules = Rules("feedback.loss_weights", self.loss_weights)
+        if self.loss_weights.first_pass == 0 and any(1 in phase.passes for phase in self.schedule):
+            why = "the schedule has one-pass batches, which would train nothing"
+            rules.add("first_pass", why, "give it a value above 0, or leave pass count 1 out of feedback.schedule")
+        if weights is None:
+            return rules.problems
         if len(weights) < self.max_passes - 1:
             why = f"{len(weights)} weights, but the schedule draws up to {self.max_passes} passes"
             rules.add("per_pass", why, f"give {self.max_passes - 1} weights, for passes 2 to {self.max_passes}")

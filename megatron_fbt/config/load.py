@@ -123,7 +123,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter)
 
 def _config_files(argv: List[str]) -> List[str]:
     """Values of --config, in order."""
-    pairs = zip(argv, argv[1:] + [""], strict=True)
+    pairs = zip(argv, [*argv[1:], ""])
     found = [(arg.partition("=")[2] if "=" in arg else following) for arg, following in pairs if _is_config(arg)]
     return [path for path in found if path]
 

@@ -221,10 +221,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _load_fast_tokenizer(folder: Path):
+    if not folder.is_dir():  # said before the slow import
+        raise DataError(f"tokenizer {folder}: no such folder; data.tokenizer.path must name one with tokenizer files")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not folder.is_dir():
-        raise DataError(f"tokenizer {folder}: no such folder; data.tokenizer.path must name one with tokenizer files")
     try:
         if (folder / "tokenizer_config.json").is_file() or not (folder / "tokenizer.json").is_file():
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, use_fast=True)

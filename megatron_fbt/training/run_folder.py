@@ -1,7 +1,7 @@
 """What a run folder says about its run, readable in an instant: no torch, no processes.
 
-    <run.dir>/checkpoints/step_00000100/    a checkpoint
-    <run.dir>/checkpoints/latest            name of the newest complete checkpoint
+<run.dir>/checkpoints/step_00000100/    a checkpoint
+<run.dir>/checkpoints/latest            name of the newest complete checkpoint
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional
 
 import yaml
 
-from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.load import dump_yaml, load_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import CheckpointError, ConfigError
 
@@ -141,6 +141,45 @@ def changed_fields(config: PretrainConfig, checkpoint: Path) -> List[str]:
     old, new = _flat(written), _flat(yaml.safe_load(dump_yaml(config)))
     names = [name for name in new if name in old and old[name] != new[name] and not name.startswith(FREE_TO_CHANGE)]
     return [f"{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}" for name in names]
+
+
+def refuse_another_model(config: PretrainConfig, checkpoint: Path) -> None:
+    """Refuse to go on from a checkpoint whose weights mean something else in the configured model.
+
+    Raises:
+        CheckpointError: naming the fields.
+    """
+    old, new = _meaning(load_yaml(checkpoint / CONFIG_FILE)), _meaning(config)
+    differing = [
+        f"{name} = {value}: the checkpoint has {old[name]}"
+        for name, value in new.items()
+        if value != old[name] and None not in (value, old[name])
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {'; '.join(differing)}. Set these fields to the checkpoint's values, "
+            "or choose another run.dir"
+        )
+
+
+def _meaning(config: PretrainConfig) -> Dict[str, Any]:
+    """What gives a model's weights their meaning, by field; None where it is not known yet."""
+    model = config.model
+    return {
+        "model.num_layers": model.num_layers,
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_size,
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.query_groups,
+        "model.kv_channels": model.head_size,
+        "model.qk_layernorm": model.qk_layernorm,
+        "model.layernorm_epsilon": model.layernorm_epsilon,
+        "model.share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
+        "model.input_norm": model.input_norm,
+        "model.vocab_size": model.vocab_size,
+        "feedback.fusion": config.feedback.fusion,
+        "feedback.input_scale": config.feedback.input_scale,
+    }
 
 
 def _flat(tree: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:

@@ -12,7 +12,13 @@ from megatron_fbt.errors import StoppedBySignal
 from megatron_fbt.training.failure import speaks_first
 from megatron_fbt.training.messages import hide_gpu_hints
 from megatron_fbt.training.reporter import Reporter
-from megatron_fbt.training.run_folder import changed_fields, checkpoints_folder, latest_checkpoint, read_trainer_state
+from megatron_fbt.training.run_folder import (
+    changed_fields,
+    checkpoints_folder,
+    latest_checkpoint,
+    read_trainer_state,
+    refuse_another_model,
+)
 from megatron_fbt.training.signals import SignalWatcher
 from megatron_fbt.training.trainer import Trainer
 
@@ -62,6 +68,7 @@ def _train(config, plan, tokenizer, layout, reporter: Reporter, signals: SignalW
     trainer = Trainer(config, plan, layout, datasets, tokenizer.eod)
     checkpoint = latest_checkpoint(checkpoints_folder(config))
     if checkpoint is not None:
+        refuse_another_model(config, checkpoint)
         reporter.resuming(checkpoint, read_trainer_state(checkpoint), changed_fields(config, checkpoint))
         trainer.resume(checkpoint)
     reporter.begin(trainer.state)

@@ -97,6 +97,19 @@ def test_a_configuration_that_cannot_work_is_refused_at_once(config_file, fault)
     assert "Traceback" not in errors and busy < 5
 
 
+@pytest.mark.parametrize("name, value", [("WORLD_SIZE", "abc"), ("RANK", "x"), ("RANK", "-1")])
+def test_a_launcher_variable_that_is_no_number_is_refused(config_file, name, value):
+    command = [sys.executable, "-m", "megatron_fbt.pretrain", "--config", str(config_file)]
+    ended = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and f"{name} = {value!r}" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_without_arguments_the_command_says_what_it_needs():
+    command = [sys.executable, "-m", "megatron_fbt.pretrain"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: ") and "Traceback" not in ended.stderr
+
+
 def test_only_the_first_rank_of_a_machine_speaks(config_file):
     code, errors, _ = pretrain(config_file, TENSOR, "3", world_size=4, rank=1)
     assert code == 2 and errors == ""

@@ -71,3 +71,9 @@ def test_the_worst_pass_of_the_last_validation_decides(run_folder, margin, code)
 def test_a_run_without_validation_is_an_error(tmp_path):
     ended = run("show_validation", "--run", tmp_path)
     assert ended.returncode == 3 and "metrics.jsonl" in ended.stderr
+
+
+@pytest.mark.parametrize("options", [["--margin", "0.5"], ["--margin", "0.5", "--unigram_entropy", "nan"]])
+def test_a_margin_that_could_not_fail_is_refused(run_folder, options):
+    ended = run("show_validation", "--run", run_folder, *options)
+    assert ended.returncode == 2 and "error:" in ended.stderr

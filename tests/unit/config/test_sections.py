@@ -210,7 +210,9 @@ def test_weights_of_passes_cover_the_schedule():
 
 
 def test_no_pass_in_the_loss():
-    FeedbackConfig(loss_weights=LossWeightsConfig(first_pass=0.0)).validate()
+    FeedbackConfig([PassPhase(0.0, {2: 1.0})], LossWeightsConfig(first_pass=0.0)).validate()
+    with pytest.raises(ConfigError, match="one-pass batches"):
+        FeedbackConfig(loss_weights=LossWeightsConfig(first_pass=0.0)).validate()
     with pytest.raises(ConfigError, match="first_pass"):
         FeedbackConfig(loss_weights=LossWeightsConfig(first_pass=0.0, extra_passes=0.0)).validate()
 

@@ -15,6 +15,7 @@ from megatron_fbt.training.run_folder import (
     latest_checkpoint,
     prepare_run_folder,
     read_trainer_state,
+    refuse_another_model,
     step_folder,
 )
 
@@ -88,3 +89,36 @@ def test_the_run_folder_is_made_and_must_be_a_folder(tmp_path):
         prepare_run_folder(str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="run.dir = .*cannot be made"):
         prepare_run_folder(str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("model.num_layers", 2),
+        ("model.num_attention_heads", 8),
+        ("model.kv_channels", 16),
+        ("model.vocab_size", 512),
+        ("model.input_norm", "none"),
+        ("model.share_embeddings_and_output_weights", False),
+        ("feedback.input_scale", 0.5),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path, field, value):
+    config = PretrainConfig()
+    config.model.vocab_size = 256
+    checkpoint = write_checkpoint(tmp_path, 3, config)
+    refuse_another_model(config, checkpoint)
+    section, name = field.split(".")
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(CheckpointError, match=rf"{field} = {value}: the checkpoint has .* choose another run.dir"):
+        refuse_another_model(config, checkpoint)
+
+
+def test_what_may_change_on_the_way_is_accepted(tmp_path):
+    config = PretrainConfig()
+    config.model.vocab_size = 256
+    checkpoint = write_checkpoint(tmp_path, 3, config)
+    config.model.rotary_base, config.model.attention_dropout, config.data.sequence_length = 5e5, 0.1, 4096
+    config.model.num_query_groups = config.model.num_attention_heads  # what null meant
+    config.model.vocab_size = None  # before the tokenizer is read
+    refuse_another_model(config, checkpoint)
