@@ -30,4 +30,4 @@ ruff check . || exit 1
 find . -path './.venv*' -prune -o \( -name '*.sh' -o -path './.ci/run' \) -print0 | sort -z |
     xargs -0 -r shellcheck --external-sources --severity warning || exit 1
 
-exec python -m pytest -n 2 --dist loadgroup ${selection[@]+"${selection[@]}"} ${rest[@]+"${rest[@]}"}
+exec python -m pytest -n 2 --dist loadfile ${selection[@]+"${selection[@]}"} ${rest[@]+"${rest[@]}"}

@@ -25,8 +25,6 @@ from tests.distributed.launch import run_distributed
 from tests.unit.hf.exports import LetterTokenizer, load
 from tests.unit.hf.reference import Reference
 
-pytestmark = pytest.mark.xdist_group("export")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):

@@ -6,8 +6,6 @@ import torch
 from tests.distributed.invariants_case import T, measure
 from tests.distributed.launch import run_distributed
 
-pytestmark = pytest.mark.xdist_group("invariants")
-
 
 @pytest.fixture(scope="module")
 def measured():

@@ -69,9 +69,6 @@ def first_step(ranks: list, passes: int, grid: Grid):
     return losses, {name: gradient / tokens for name, gradient in gradients.items()}
 
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
-
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_initial_weights_are_equal_bit_for_bit(results, grid, name):

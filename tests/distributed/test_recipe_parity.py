@@ -15,8 +15,6 @@ from tests.distributed.model_case import whole
 from tests.distributed.recipe_case import MASKED, VOCAB, D, S, one_process, rows, two_processes
 from tests.distributed.run_case import STEPS, rows_of, run, run_config, stop_before, write_corpus
 
-pytestmark = pytest.mark.xdist_group("recipe")
-
 
 @pytest.fixture(scope="module")
 def alone():

@@ -82,9 +82,7 @@ def once_on_first_rank(rank, world_size, folder, action):
 @pytest.mark.parametrize("world_size", RESUMED)
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(tmp_path, corpus, world_size):
     variants = RESUMED[world_size]
-    run_distributed(
-        unbroken_and_resumed, world_size, str(tmp_path), corpus, variants, timeout=300, init_group=False
-    )
+    run_distributed(unbroken_and_resumed, world_size, str(tmp_path), corpus, variants, timeout=300, init_group=False)
     for name in variants:
         whole = tmp_path / name / "whole"
         check_rows(rows_of(whole))
