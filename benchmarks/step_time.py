@@ -149,12 +149,10 @@ def resident(field: str) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
-def peak_memory(shape: Shape, passes: int, steps: int = 3) -> float:
-    """MiB at the peak of a step of K passes above what lives between steps (weights, gradients, states)."""
+def peak_memory(shape: Shape, passes: int, steps: int = 2) -> float:
+    """MiB at the peak of some steps of K passes above the built model: Adam's states, activations, logits."""
     layout = initialize_parallel(build_config(shape).parallel, seed=1)
     step = build_fbt_steps(shape, layout, random_batches(shape, micro_batches=1))[passes]
-    step()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     before = resident("VmRSS")
     for _ in range(steps):
         step()
@@ -162,14 +160,12 @@ def peak_memory(shape: Shape, passes: int, steps: int = 3) -> float:
 
 
 def memory_table(arguments: List[str]) -> str:
-    """Peak memory of a step above what lives between steps, for each K, each in a process of its own."""
+    """Peak memory above the built model, Adam's states included, for each K, each in a process of its own."""
     found = {}
     for passes in (1, 2, 3):
         command = [sys.executable, __file__, *arguments, "--peak_memory_of", str(passes)]
         found[passes] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-    return "\n".join(
-        f"peak memory of a step, K={k}: {v:8.0f} MiB  ({v / max(found[1], 1):.2f} x K=1)" for k, v in found.items()
-    )
+    return "\n".join(f"peak memory, K={k}: {v:8.0f} MiB  ({v / max(found[1], 1):.2f} x K=1)" for k, v in found.items())
 
 
 def main() -> int:
@@ -190,7 +186,7 @@ def main() -> int:
         print(peak_memory(shape, args.peak_memory_of))
         return 0
     results = compare(shape, args.pairs, args.only)
-    print(to_json(results) if args.json else format_table(results))
+    print(to_json(results) if args.json else format_table(results), flush=True)
     if not args.json:
         print(memory_table(["--small"] if args.small else []))
     missed = [name for name, bar in BARS.items() if name in results and results[name].median > bar]
