@@ -70,7 +70,7 @@ def convert_checkpoint(
     """
     step = find_step_folder(checkpoint)
     check_output(Path(output).absolute(), force)
-    config = load_yaml(str(step / "config.yaml"))
+    config = written_config(step)
     if tokenizer_path is not None:
         config.data.tokenizer.path = tokenizer_path
     tokenizer = build_tokenizer(config.data.tokenizer)

@@ -15,13 +15,12 @@ from typing import Dict, Optional
 import torch
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megatron_fbt.config.load import load_yaml
 from megatron_fbt.core.checkpoint_io import check_files, load_tensors, read_tensors, save_tensors
 from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import read_state, set_group_steps, write_state
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.stage import FBTStage
-from megatron_fbt.errors import CheckpointError, ConfigError
+from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.failure import on_first_rank
 from megatron_fbt.training.metrics import replace_file
 from megatron_fbt.training.optimizer import Optimizer
@@ -32,6 +31,7 @@ from megatron_fbt.training.run_folder import (
     TrainerState,
     read_trainer_state,
     step_folder,
+    written_config,
 )
 
 VOCABULARY_WEIGHTS = {"embedding.word_embeddings.weight", "output_layer.weight"}
@@ -156,10 +156,7 @@ def read_weights(checkpoint: Path) -> Dict[str, torch.Tensor]:
         CheckpointError: a file is missing or damaged.
     """
     weights = read_tensors(checkpoint, without="optimizer.")
-    try:
-        vocab_size = load_yaml(checkpoint / CONFIG_FILE).model.vocab_size
-    except ConfigError as error:
-        raise CheckpointError(f"the configuration of the checkpoint cannot be read: {error}") from error
+    vocab_size = written_config(checkpoint).model.vocab_size
     for name in VOCABULARY_WEIGHTS.intersection(weights):
         weights[name] = weights[name][:vocab_size].clone()
     return weights

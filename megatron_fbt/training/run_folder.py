@@ -4,6 +4,7 @@
 <run.dir>/checkpoints/latest            name of the newest complete checkpoint
 """
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
@@ -130,26 +131,44 @@ def changed_fields(config: PretrainConfig, checkpoint: Path) -> List[str]:
     Raises:
         CheckpointError: the checkpoint's configuration is missing or damaged.
     """
-    path = checkpoint / CONFIG_FILE
-    try:
-        written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
-    whole = isinstance(written, dict) and all(isinstance(written.get(name), dict) for name in vars(config))
-    if not whole or "seed" not in written["run"]:
-        raise CheckpointError(f"{path} holds no whole configuration; resume from an older checkpoint")
-    old, new = _flat(written), _flat(yaml.safe_load(dump_yaml(config)))
+    old, new = _flat(_written_sections(checkpoint)), _flat(yaml.safe_load(dump_yaml(config)))
     names = [name for name in new if name in old and old[name] != new[name] and not name.startswith(FREE_TO_CHANGE)]
     return [f"{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}" for name in names]
+
+
+def written_config(checkpoint: Path) -> PretrainConfig:
+    """The configuration that a checkpoint was written with.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    _written_sections(checkpoint)
+    try:
+        return load_yaml(str(checkpoint / CONFIG_FILE))
+    except ConfigError as error:
+        raise CheckpointError(f"the configuration of the checkpoint cannot be read: {error}") from error
+
+
+def _written_sections(checkpoint: Path) -> Dict[str, Any]:
+    path = checkpoint / CONFIG_FILE
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
+    names = [section.name for section in dataclasses.fields(PretrainConfig)]
+    whole = isinstance(sections, dict) and all(isinstance(sections.get(name), dict) for name in names)
+    if not whole or "seed" not in sections["run"]:
+        raise CheckpointError(f"{path} holds no whole configuration; resume from an older checkpoint")
+    return sections
 
 
 def refuse_another_model(config: PretrainConfig, checkpoint: Path) -> None:
     """Refuse to go on from a checkpoint whose weights mean something else in the configured model.
 
     Raises:
-        CheckpointError: naming the fields.
+        CheckpointError: naming the fields; or the checkpoint's configuration is missing or damaged.
     """
-    old, new = _meaning(load_yaml(checkpoint / CONFIG_FILE)), _meaning(config)
+    old, new = _meaning(written_config(checkpoint)), _meaning(config)
     differing = [
         f"{name} = {value}: the checkpoint has {old[name]}"
         for name, value in new.items()
