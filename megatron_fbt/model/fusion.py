@@ -1,4 +1,10 @@
-"""The fusion layer: how the previous position's state enters the input (method section 1)."""
+"""The fusion layers: how the previous position's state enters the input (method sections 1 and 5).
+
+Every variant has two [D, D] matrices, one for the state and one for the token, split over tensor-parallel ranks by
+output. So no rank holds a whole matrix, and any layout's checkpoint is cut along one dimension.
+"""
+
+from typing import Dict, Type
 
 import torch
 from megatron.core import tensor_parallel
@@ -9,8 +15,8 @@ from megatron_fbt.model.layers import rms_normalize
 from megatron_fbt.model.shift import shift_right
 
 
-class GateFusion(MegatronModule):
-    """u_t = N((W_U h_{t-1}) * sigmoid(W_G N(e_t))) * s, with both matrices split over tensor-parallel ranks by output.
+class Fusion(MegatronModule):
+    """u_t = N(mix(W_state h_{t-1}, W_token N(e_t))) * s.
 
     Args:
         config: Megatron-Core's configuration.
@@ -18,12 +24,17 @@ class GateFusion(MegatronModule):
         tp_group: tensor-parallel group.
     """
 
+    state_matrix: str
+    """Attribute that holds W_state; part of the weight's name in checkpoints and exports."""
+    token_matrix: str
+    """Attribute that holds W_token."""
+
     def __init__(self, config: TransformerConfig, input_scale: float, tp_group: torch.distributed.ProcessGroup):
         super().__init__(config=config)
         self.input_scale = input_scale
         self.tp_group = tp_group
-        self.state_proj, self.token_gate = (
-            tensor_parallel.ColumnParallelLinear(
+        for name in (self.state_matrix, self.token_matrix):
+            matrix = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
                 config.hidden_size,
                 config=config,
@@ -32,11 +43,10 @@ class GateFusion(MegatronModule):
                 gather_output=False,
                 tp_group=tp_group,
             )
-            for _ in range(2)
-        )
+            setattr(self, name, matrix)
 
     def forward(self, normed_tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Fused inputs for every position; row 0 is zero.
+        """Fused inputs for every position; row 0 is fused with a zero state.
 
         The column-parallel product gathers the sequence, so the shift right by one needs no exchange of its own.
 
@@ -47,9 +57,17 @@ class GateFusion(MegatronModule):
         Returns:
             u, the same shape.
         """
-        value = shift_right(self.state_proj(states)[0])  # [s, b, h/tp]
-        gate = torch.sigmoid(self.token_gate(normed_tokens)[0])
-        return rms_normalize(self._whole_rows(value * gate), self.config.layernorm_epsilon) * self.input_scale
+        value = shift_right(getattr(self, self.state_matrix)(self.prepare(states))[0])  # [s, b, h/tp]
+        token = getattr(self, self.token_matrix)(normed_tokens)[0]
+        return rms_normalize(self._whole_rows(self.mix(value, token)), self.config.layernorm_epsilon) * self.input_scale
+
+    def prepare(self, states: torch.Tensor) -> torch.Tensor:
+        """What W_state is applied to, row by row."""
+        return states
+
+    def mix(self, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Element-wise, of W_state h and W_token N(e)."""
+        return value + token
 
     def _whole_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h/tp] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
@@ -61,8 +79,37 @@ class GateFusion(MegatronModule):
         return rows.view(-1, x.size(1), self.config.hidden_size)
 
 
+class GateFusion(Fusion):
+    """u_t = N((W_U h_{t-1}) * sigmoid(W_G N(e_t))) * s."""
+
+    state_matrix, token_matrix = "state_proj", "token_gate"
+
+    def mix(self, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """The token only gates."""
+        return value * torch.sigmoid(token)
+
+
+class AddFusion(Fusion):
+    """u_t = N(W_U h_{t-1} + W_T N(e_t)) * s."""
+
+    state_matrix, token_matrix = "state_proj", "token_proj"
+
+
+class ConcatFusion(Fusion):
+    """u_t = N(W_C [N(h_{t-1}); N(e_t)]) * s, W_C [D, 2D] kept as its state half and its token half."""
+
+    state_matrix, token_matrix = "concat_state_proj", "concat_token_proj"
+
+    def prepare(self, states: torch.Tensor) -> torch.Tensor:
+        """N(h)."""
+        return rms_normalize(states, self.config.layernorm_epsilon)
+
+
+FUSIONS: Dict[str, Type[Fusion]] = {"gate": GateFusion, "concat": ConcatFusion, "add": AddFusion}
+
+
 def build_fusion(
     kind: str, config: TransformerConfig, input_scale: float, tp_group: torch.distributed.ProcessGroup
-) -> MegatronModule:
+) -> Fusion:
     """The fusion layer that `feedback.fusion` names."""
-    return {"gate": GateFusion}[kind](config, input_scale, tp_group)
+    return FUSIONS[kind](config, input_scale, tp_group)
