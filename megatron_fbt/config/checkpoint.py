@@ -14,9 +14,14 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; null = only at the end and when stopped."""
     keep_last: Optional[int] = None
     """Number of newest checkpoints kept; null = all."""
+    init_from: Optional[str] = None
+    """Checkpoint whose weights a new run starts from: a step_... folder, or a run folder for its newest one. Steps,
+    optimizer and data begin anew. A run that has a checkpoint of its own resumes from that."""
 
     def problems(self) -> List[str]:
         """See Section."""
         rules = Rules("checkpoint", self)
         rules.integers("save_interval", "keep_last")
+        if rules.usable("init_from") and self.init_from is not None:
+            rules.require(bool(self.init_from.strip()), "init_from", "empty", "name a folder, or set it to null")
         return rules.problems

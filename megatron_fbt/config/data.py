@@ -49,10 +49,14 @@ class TokenizerConfig(Section):
 
 @dataclass
 class DataConfig(Section):
-    """Indexed data sets (.bin/.idx), named by their common prefix."""
+    """What is read: indexed data sets (.bin/.idx), or conversations in JSON Lines for instruction tuning."""
 
+    format: Literal["indexed", "conversations"] = "indexed"
+    """indexed: token streams cut into rows. conversations: {"messages": [{"role": ..., "content": ...}, ...]} on each
+    line; rendered by the chat template, packed whole into rows, the loss on the assistant's turns alone."""
     paths: List[str] = field(default_factory=list)
-    """Prefixes of the data sets, without .bin/.idx; each at most once."""
+    """indexed: prefixes of the data sets, without .bin/.idx. conversations: .jsonl, .jsonl.gz or .jsonl.zst files, or
+    folders of them. Each at most once."""
     weights: Optional[List[float]] = None
     """Blend weights, one for each path, positive; null = in proportion to the number of samples."""
     split: str = "969,30,1"
@@ -60,6 +64,8 @@ class DataConfig(Section):
     sequence_length: int = 1024
     """Tokens in a row."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    chat_template: Optional[str] = None
+    """Jinja file that renders conversations; null = the tokenizer's own template or, if it has none, a plain one."""
     cache_dir: Optional[str] = None
     """Folder for data set indices; null = <run.dir>/data_cache."""
     mmap: bool = True
@@ -67,7 +73,9 @@ class DataConfig(Section):
     eod_mask_loss: bool = False
     """Leave the prediction that follows an end-of-document token out of the loss."""
     reset_attention_mask: bool = False
-    """Mask attention across packed documents. Not available yet: refused."""
+    """No attention across the documents packed into a row."""
+    reset_position_ids: bool = False
+    """Positions (rotary embedding) start at 0 in each document of a row; needs reset_attention_mask."""
 
     def problems(self) -> List[str]:
         """See Section."""
@@ -79,10 +87,27 @@ class DataConfig(Section):
             self._weight_rules(rules)
         if rules.usable("split"):
             self._split_rules(rules)
-        if rules.usable("reset_attention_mask") and self.reset_attention_mask:
-            why = "attention cannot be masked across packed documents in this version"
-            rules.add("reset_attention_mask", why, "set it to false")
+        if rules.usable("reset_attention_mask", "reset_position_ids") and self.reset_position_ids:
+            why = "equal positions of several documents in one row cannot be told apart by attention"
+            remedy = "set data.reset_attention_mask to true, or this to false"
+            rules.require(self.reset_attention_mask, "reset_position_ids", why, remedy)
         return rules.problems + self.tokenizer.problems()
+
+    def _format_rules(self, rules: Rules) -> None:
+        """Fields that only one of the formats knows are not set in the other."""
+        if self.format == "indexed":
+            if rules.usable("chat_template") and self.chat_template is not None:
+                rules.add("chat_template", "data.format is indexed", "set it to null, or data.format to conversations")
+            return
+        if rules.usable("weights") and self.weights is not None:
+            why = "data.format is conversations, of which each is read once in an epoch"
+            rules.add("weights", why, "set it to null, and repeat in the files what is to come more often")
+        if rules.usable("eod_mask_loss") and self.eod_mask_loss:
+            why = "data.format is conversations, whose loss lies on the assistant's turns alone"
+            rules.add("eod_mask_loss", why, "set it to false")
+        if rules.usable("chat_template") and self.chat_template is not None:
+            remedy = "name a file, or set it to null"
+            rules.require(bool(self.chat_template.strip()), "chat_template", "empty", remedy)
 
     def _path_rules(self, rules: Rules) -> None:
         """Every data set is named, and named once: the same one twice would be two sources with equal samples."""

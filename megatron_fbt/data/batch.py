@@ -22,8 +22,11 @@ class MicroBatch:
         tokens: [b, s] int64 on the first stage, else None.
         labels: [b, s] int64 on the last stage, else None. The label of position t is the token of position t + 1.
         loss_mask: [b, s] float32 on the last stage, else None.
-        document_starts: [b, s] bool, true where a document begins: at position 0 and after an end-of-document token.
+        document_starts: [b, s] bool, true where a document begins: at position 0 and, unless the data say otherwise,
+            after an end-of-document token.
         sample_ids: [b] int64, places in the global consumed order (not wrapped).
+        feedback_region: [b, s] bool on the first stage where the data have it (conversations), true where the input
+            token is one that the model generates when it decodes: the assistant's; else None.
     """
 
     tokens: Optional[torch.Tensor]
@@ -31,6 +34,7 @@ class MicroBatch:
     loss_mask: Optional[torch.Tensor]
     document_starts: torch.Tensor
     sample_ids: torch.Tensor
+    feedback_region: Optional[torch.Tensor] = None
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,16 @@ class BatchReader:
     is_last_stage: bool
     device: torch.device
 
-    def fields(self) -> List[str]:
-        """Names of what is sent in the stage; document starts follow from the tokens where those are there."""
-        names = ["tokens"] if self.is_first_stage else ["document_starts"]
+    def fields(self, marked: bool = False) -> List[str]:
+        """Names of what is sent in the stage.
+
+        Args:
+            marked: whether the rows themselves say where documents start and what is fed back; if not, document starts
+                follow from the tokens where those are there.
+        """
+        names = ["tokens"] if self.is_first_stage else []
+        names += ["document_starts"] if marked or not self.is_first_stage else []
+        names += ["feedback_region"] if marked and self.is_first_stage else []
         return names + ["labels", "loss_mask"] if self.is_last_stage else names
 
 
@@ -67,7 +78,7 @@ def load_micro_batches(
 
     Args:
         dataset: Rows as megatron_fbt.data.dataset.Rows gives them: ``len``, items with tokens, labels and loss_mask
-            [s], and ``sequence_length``.
+            [s], and ``sequence_length``; with ``marked`` true also document_starts and feedback_region [s].
         sample_ids_per_micro_batch: [m][b] sample numbers, equal on all ranks of the group.
         eod: Id of the end-of-document token.
         reader: This rank's part.
@@ -79,22 +90,25 @@ def load_micro_batches(
         return []
     sample_ids = torch.tensor(sample_ids_per_micro_batch, dtype=torch.int64)
     length = getattr(dataset, "sequence_length", None) or len(dataset[0]["tokens"])
-    shape = (sample_ids.shape[0], len(reader.fields()), sample_ids.shape[1], length)
-    content = _receive(dataset, sample_ids, eod, reader, shape)
+    fields = reader.fields(getattr(dataset, "marked", False))
+    shape = (sample_ids.shape[0], len(fields), sample_ids.shape[1], length)
+    content = _receive(dataset, sample_ids, eod, reader, fields, shape)
     content = content.to(reader.device, non_blocking=True)
     sample_ids = sample_ids.to(reader.device, non_blocking=True)
-    return [_unpack(part, numbers, eod, reader) for part, numbers in zip(content, sample_ids, strict=True)]
+    return [_unpack(part, numbers, eod, fields) for part, numbers in zip(content, sample_ids, strict=True)]
 
 
-def _receive(dataset, sample_ids: torch.Tensor, eod: int, reader: BatchReader, shape) -> torch.Tensor:
+def _receive(
+    dataset, sample_ids: torch.Tensor, eod: int, reader: BatchReader, fields: List[str], shape
+) -> torch.Tensor:
     """[m, fields, b, s] int32, read here or received; the status travels in front of it."""
     if reader.tp_group is None:
-        return _read(dataset, sample_ids, eod, reader)
+        return _read(dataset, sample_ids, eod, fields)
     message = torch.zeros(1 + torch.Size(shape).numel(), dtype=torch.int32)
     failure = None
     if reader.tp_rank == 0:
         try:
-            message[1:] = _read(dataset, sample_ids, eod, reader).flatten()
+            message[1:] = _read(dataset, sample_ids, eod, fields).flatten()
         except Exception as error:  # the others wait for this message, whatever went wrong
             failure = error
             message[0] = _FAILED
@@ -111,13 +125,13 @@ def _receive(dataset, sample_ids: torch.Tensor, eod: int, reader: BatchReader, s
     return message[1:].view(shape)
 
 
-def _read(dataset, sample_ids: torch.Tensor, eod: int, reader: BatchReader) -> torch.Tensor:
+def _read(dataset, sample_ids: torch.Tensor, eod: int, fields: List[str]) -> torch.Tensor:
     if len(dataset) == 0:
         raise DataError("the data set has no sample")
     rows = [dataset[number % len(dataset)] for number in sample_ids.flatten().tolist()]
     columns = []
-    for name in reader.fields():
-        if name == "document_starts":
+    for name in fields:
+        if name == "document_starts" and name not in rows[0]:
             column = document_starts(torch.stack([row["tokens"] for row in rows]), eod)
         else:
             column = torch.stack([row[name] for row in rows])
@@ -139,15 +153,17 @@ def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
     return starts
 
 
-def _unpack(content: torch.Tensor, sample_ids: torch.Tensor, eod: int, reader: BatchReader) -> MicroBatch:
+def _unpack(content: torch.Tensor, sample_ids: torch.Tensor, eod: int, fields: List[str]) -> MicroBatch:
     """One micro-batch from its [fields, b, s] int32."""
-    found = dict(zip(reader.fields(), content, strict=True))
+    found = dict(zip(fields, content, strict=True))
     tokens, labels, mask = found.get("tokens"), found.get("labels"), found.get("loss_mask")
     tokens = None if tokens is None else tokens.long()
+    starts, region = found.get("document_starts"), found.get("feedback_region")
     return MicroBatch(
         tokens=tokens,
         labels=None if labels is None else labels.long(),
         loss_mask=None if mask is None else mask.contiguous().view(torch.float32),
-        document_starts=found["document_starts"].bool() if tokens is None else document_starts(tokens, eod),
+        document_starts=document_starts(tokens, eod) if starts is None else starts.bool(),
         sample_ids=sample_ids,
+        feedback_region=None if region is None else region.bool(),
     )
