@@ -87,6 +87,8 @@ class DataConfig(Section):
             self._weight_rules(rules)
         if rules.usable("split"):
             self._split_rules(rules)
+        if rules.usable("format"):
+            self._format_rules(rules)
         if rules.usable("reset_attention_mask", "reset_position_ids") and self.reset_position_ids:
             why = "equal positions of several documents in one row cannot be told apart by attention"
             remedy = "set data.reset_attention_mask to true, or this to false"
