@@ -168,7 +168,7 @@ def _multi_pass_batch_sizes(config: PretrainConfig, schedule: BatchSizeSchedule)
     starts = [*config.feedback.phase_start_steps(steps), steps]
     multi = [
         (first, end)
-        for phase, (first, end) in zip(config.feedback.schedule, itertools.pairwise(starts), strict=True)
+        for phase, (first, end) in zip(config.feedback.phases, itertools.pairwise(starts), strict=True)
         if max(phase.passes) > 1 and first < end
     ]
     sizes = {

@@ -4,11 +4,16 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Dict, List, Literal, Optional
+from typing import TYPE_CHECKING, Dict, List, Literal, Optional, Union
 
 from megatron_fbt.config.rules import Rules, Section
 
+if TYPE_CHECKING:
+    from megatron_fbt.config.pretrain import PretrainConfig
+
 MAX_PASSES = 16
+
+SchedulePreset = Literal["standard", "progressive", "two_phase_75_25", "full"]
 
 
 @dataclass
@@ -53,11 +58,25 @@ class LossWeightsConfig(Section):
     """The method's lambda: total weight of passes 2..K."""
     per_pass: Optional[List[float]] = None
     """Relative weights p_2, p_3, ... of the extra passes, up to the schedule's maximum; null = equal."""
+    warmup_steps: int = 0
+    """Steps, from the run's first multi-pass step on, over which extra_passes rises linearly; 0 = at once."""
+
+    def extra_factor(self, step: int, switch_on_step: Optional[int]) -> float:
+        """Factor of extra_passes in a step.
+
+        Args:
+            step: counted from 0.
+            switch_on_step: the run's first step with several passes; None = it has not come.
+        """
+        if switch_on_step is None or self.warmup_steps == 0:
+            return 1.0
+        return min(1.0, (step - switch_on_step + 1) / self.warmup_steps)
 
     def problems(self) -> List[str]:
         """See Section."""
         rules = Rules("feedback.loss_weights", self)
         rules.numbers("first_pass", "extra_passes")
+        rules.integers("warmup_steps", low=0)
         if rules.usable("first_pass", "extra_passes"):
             some = self.first_pass > 0 or self.extra_passes > 0
             remedy = "set feedback.loss_weights.extra_passes or this to a number above 0"
@@ -71,15 +90,32 @@ class LossWeightsConfig(Section):
 
 @dataclass
 class PrefixConfig(Section):
-    """Prefix mix-in: in each extra pass the first 1 + floor(U L) positions stay plain, U uniform in [0, 1)."""
+    """Prefix mix-in: in each extra pass the first 1 + floor((low + (high - low) U^exponent) T) of T positions stay plain.
 
-    enabled: bool = True
-    granularity: Literal["row", "document"] = "row"
-    """row: one cut for each row and pass; document: one for each packed document and pass."""
+    U is uniform in [0, 1).
+    """
+
+    probability: float = 1.0
+    """Chance that a row (or document) has a mix-in in a pass; 0 = off: all but document starts are fused."""
+    low: float = 0.0
+    """Smallest plain share of the length."""
+    high: float = 1.0
+    """Largest plain share of the length."""
+    exponent: float = 1.0
+    """Shape of the distribution: 1 = uniform between low and high; larger ones make short plain prefixes likelier."""
+    granularity: Literal["row", "document", "prompt"] = "row"
+    """row: one cut for each row and pass; document: one for each packed document and pass; prompt: no draw, what the
+    data mark is fused (the answers of conversations), so that the boundary is the end of the prompt."""
 
     def problems(self) -> List[str]:
         """See Section."""
-        return Rules("feedback.prefix", self).problems
+        rules = Rules("feedback.prefix", self)
+        rules.numbers("probability", "low", "high", high=1.0)
+        rules.numbers("exponent", above=True)
+        if rules.usable("low", "high"):
+            why = f"above feedback.prefix.high = {self.high:g}"
+            rules.require(self.low <= self.high, "low", why, "give a share between 0 and feedback.prefix.high")
+        return rules.problems
 
 
 @dataclass
@@ -96,31 +132,50 @@ class JitterConfig(Section):
         return rules.problems
 
 
-def default_schedule() -> List[PassPhase]:
-    """One pass until 75 % of the steps, then 88 % two-pass and 12 % three-pass batches: 75/22/3 over the run."""
-    return [PassPhase(0.0, {1: 1.0}), PassPhase(0.75, {2: 0.88, 3: 0.12})]
+def preset_phases(name: SchedulePreset) -> List[PassPhase]:
+    """Phases of a named schedule.
+
+    Args:
+        name: standard: one pass throughout. progressive: one pass until 75 % of the steps, then 88 % two-pass and 12 %
+            three-pass batches (75/22/3 over the run). two_phase_75_25: one pass until 75 %, then three. full: three
+            passes throughout.
+    """
+    one_pass = PassPhase(0.0, {1: 1.0})
+    return {
+        "standard": [one_pass],
+        "progressive": [one_pass, PassPhase(0.75, {2: 0.88, 3: 0.12})],
+        "two_phase_75_25": [one_pass, PassPhase(0.75, {3: 1.0})],
+        "full": [PassPhase(0.0, {3: 1.0})],
+    }[name]
 
 
 @dataclass
 class FeedbackConfig(Section):
     """K-pass training and the fusion layer."""
 
-    schedule: List[PassPhase] = field(default_factory=default_schedule)
-    """Phases of the run with the distribution of the pass count in each."""
+    schedule: Union[SchedulePreset, List[PassPhase]] = "progressive"
+    """Distribution of the pass count over the run: a list of phases, or standard (K = 1), progressive (K = 1 until 75 %
+    of the steps, then 88 % K = 2 and 12 % K = 3), two_phase_75_25 (K = 1 until 75 %, then K = 3) or full (K = 3)."""
     loss_weights: LossWeightsConfig = field(default_factory=LossWeightsConfig)
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     jitter: JitterConfig = field(default_factory=JitterConfig)
-    fusion: Literal["gate"] = "gate"
-    """gate: u = N((W_U h) * sigmoid(W_G N(e))) * input_scale."""
-    input_scale: float = 1.0
-    """Scale s of a fused input: the RMS of a plain one (1 with input_norm rms)."""
+    fusion: Literal["gate", "concat", "add"] = "gate"
+    """u = N(f) * input_scale; f is (W_U h) * sigmoid(W_G N(e)), W_C [N(h); N(e)], or W_U h + W_T N(e)."""
+    input_scale: Optional[float] = None
+    """Scale s of a fused input, the RMS of a plain one; null = 1 with model.input_norm rms, else the RMS of a new
+    embedding table, model.init_method_std."""
     eval_passes: Optional[int] = None
     """Passes in validation; null = the schedule's maximum."""
 
     @property
+    def phases(self) -> List[PassPhase]:
+        """The schedule as a list of phases."""
+        return preset_phases(self.schedule) if isinstance(self.schedule, str) else self.schedule
+
+    @property
     def max_passes(self) -> int:
         """Largest pass count that the schedule can draw."""
-        return max(max(phase.passes) for phase in self.schedule)
+        return max(max(phase.passes) for phase in self.phases)
 
     @property
     def validation_passes(self) -> int:
@@ -129,7 +184,7 @@ class FeedbackConfig(Section):
 
     def phase_start_steps(self, train_steps: int) -> List[int]:
         """First step of each phase: ceil(from_fraction * train_steps), exact for the fraction as it is written."""
-        return [math.ceil(Fraction(repr(float(phase.from_fraction))) * train_steps) for phase in self.schedule]
+        return [math.ceil(Fraction(repr(float(phase.from_fraction))) * train_steps) for phase in self.phases]
 
     def problems(self) -> List[str]:
         """See Section."""
@@ -139,7 +194,7 @@ class FeedbackConfig(Section):
         nested = [self.loss_weights, self.prefix, self.jitter]
         found = [problem for section in nested for problem in section.problems()]
         if rules.usable("schedule"):
-            phases = [phase.problems(f"feedback.schedule[{i}]") for i, phase in enumerate(self.schedule)]
+            phases = [phase.problems(f"feedback.schedule[{i}]") for i, phase in enumerate(self.phases)]
             found += [problem for phase in phases for problem in phase]
             if not any(phases):
                 self._schedule_rules(rules)
@@ -149,7 +204,7 @@ class FeedbackConfig(Section):
 
     def _schedule_rules(self, rules: Rules) -> None:
         """The phases cover the run from its first step on, each once."""
-        starts = [phase.from_fraction for phase in self.schedule]
+        starts = [phase.from_fraction for phase in self.phases]
         if not starts:
             rules.add("schedule", "empty", "give at least [{from_fraction: 0, passes: {1: 1.0}}]")
         elif starts[0] != 0:
@@ -161,7 +216,7 @@ class FeedbackConfig(Section):
         """Relative weights exist for every extra pass that can be drawn, and do not vanish together."""
         weights = self.loss_weights.per_pass
         rules = Rules("feedback.loss_weights", self.loss_weights)
-        if self.loss_weights.first_pass == 0 and any(1 in phase.passes for phase in self.schedule):
+        if self.loss_weights.first_pass == 0 and any(1 in phase.passes for phase in self.phases):
             why = "the schedule has one-pass batches, which would train nothing"
             rules.add("first_pass", why, "give it a value above 0, or leave pass count 1 out of feedback.schedule")
         if weights is None:
@@ -170,9 +225,16 @@ class FeedbackConfig(Section):
             why = f"{len(weights)} weights, but the schedule draws up to {self.max_passes} passes"
             rules.add("per_pass", why, f"give {self.max_passes - 1} weights, for passes 2 to {self.max_passes}")
             return rules.problems
-        counts = sorted({count for phase in self.schedule for count in phase.passes if count > 1})
+        counts = sorted({count for phase in self.phases for count in phase.passes if count > 1})
         empty = [count for count in counts if sum(weights[: count - 1]) == 0]
         if empty:
             why = f"the weights of passes 2 to {empty[0]} are all zero"
             rules.add("per_pass", why, f"give one of the first {empty[0] - 1} a value above 0")
         return rules.problems
+
+
+def resolved_input_scale(config: "PretrainConfig") -> float:
+    """Scale s of fused inputs: feedback.input_scale, or the RMS of plain inputs of a new model."""
+    if config.feedback.input_scale is not None:
+        return config.feedback.input_scale
+    return 1.0 if config.model.input_norm == "rms" else config.model.init_method_std

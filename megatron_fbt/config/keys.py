@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import os
-from typing import Any, Dict, Iterable, List, get_args, get_origin, get_type_hints
+from typing import Any, Dict, Iterable, List, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -76,6 +76,8 @@ def check_option_names(argv: List[str], flags: Iterable[str]) -> None:
 
 def _tree_problems(tree: Any, hint: Any, prefix: str) -> List[str]:
     """Keys of a parsed file that are no fields, and sections that are no mappings; values are checked elsewhere."""
+    if get_origin(hint) is Union and isinstance(tree, list):
+        hint = next((choice for choice in get_args(hint) if get_origin(choice) is list), hint)
     if get_origin(hint) is list and isinstance(tree, list):
         item = get_args(hint)[0]
         return [p for index, entry in enumerate(tree) for p in _tree_problems(entry, item, f"{prefix}[{index}]")]

@@ -151,7 +151,8 @@ def _explain(text: str) -> str:
     field, detail = match.groups()
     types = field_types()
     remedy = f"give {describe_type(types[field])}" if field in types else "--help shows how it is written"
-    value = re.fullmatch(r"Expected a .*?\. Got value: (.*)", detail, re.DOTALL)
+    value = re.fullmatch(r"Expected a .*?\. Got value: (.*)|Does not .*Given value: (.*)", detail, re.DOTALL)
     if value:
-        return f"{field} = {value.group(1).strip()}: wrong type or value; {remedy}"
+        given = " ".join((value.group(1) or value.group(2)).split())
+        return f"{field} = {given}: wrong type or value; {remedy}"
     return f"{field}: {' '.join(detail.split())}; {remedy}"

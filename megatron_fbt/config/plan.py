@@ -1,10 +1,11 @@
 """What a configuration comes to: every derived quantity of a run, before anything is started."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from megatron_fbt.config.feedback import FeedbackConfig
+from megatron_fbt.config.feedback import FeedbackConfig, resolved_input_scale
 from megatron_fbt.config.parameter_count import count_parameters, largest_rank_parameters, padded_vocab_size
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
@@ -98,20 +99,23 @@ class RunPlan:
         ]
 
 
-def make_plan(config: PretrainConfig, world_size: int, vocab_size: int) -> RunPlan:
+def make_plan(
+    config: PretrainConfig, world_size: int, vocab_size: int, phase_start_steps: Optional[Sequence[int]] = None
+) -> RunPlan:
     """Derive a run's quantities.
 
     Args:
         config: a configuration that validate_config accepts for `world_size`.
         world_size: processes of the run.
         vocab_size: entries of the vocabulary, without padding.
+        phase_start_steps: as a resumed run has them; None = those of a new run of this length.
     """
     parallel, model, training = config.parallel, config.model, config.training
     tensor, sequence_length = parallel.tensor_model_parallel_size, config.data.sequence_length
     data_parallel_size = world_size // parallel.model_parallel_size
     steps, samples = run_length(training, sequence_length)
     batches = BatchSizeSchedule(training, data_parallel_size)
-    starts = tuple(config.feedback.phase_start_steps(steps))
+    starts = tuple(phase_start_steps or config.feedback.phase_start_steps(steps))
     shares, token_equivalents = _expected_passes(config.feedback, starts, steps, batches, sequence_length)
     count = count_parameters(model, vocab_size)
     local = largest_rank_parameters(model, parallel, vocab_size)
@@ -151,13 +155,13 @@ def _expected_passes(
     """Share of each pass count over the steps, and tokens x passes, both in expectation."""
     shares: Dict[int, float] = {}
     token_equivalents = 0.0
-    for index, phase in enumerate(feedback.schedule):
-        end = starts[index + 1] if index + 1 < len(starts) else steps
-        if end == starts[index]:
+    edges = [min(start, steps) for start in (*starts, steps)]
+    for phase, (begin, end) in zip(feedback.phases, itertools.pairwise(edges), strict=True):
+        if end == begin:
             continue
-        rows = batches.samples_after(end) - batches.samples_after(starts[index])
+        rows = batches.samples_after(end) - batches.samples_after(begin)
         for passes, probability in phase.passes.items():
-            shares[passes] = shares.get(passes, 0.0) + probability * (end - starts[index]) / steps
+            shares[passes] = shares.get(passes, 0.0) + probability * (end - begin) / steps
             token_equivalents += probability * passes * rows * sequence_length
     return dict(sorted(shares.items())), token_equivalents
 
@@ -172,7 +176,7 @@ def _state_bytes(config: PretrainConfig, parameters: int, data_parallel_size: in
 def _notes(config: PretrainConfig) -> List[str]:
     """Settings that contradict no rule, but are seldom meant."""
     notes = []
-    scale, norm = config.feedback.input_scale, config.model.input_norm
+    scale, norm = resolved_input_scale(config), config.model.input_norm
     if norm == "none" and scale == 1.0:
         notes.append(
             "model.input_norm is none, so plain inputs have the RMS of the embedding table, but feedback.input_scale "

@@ -6,14 +6,14 @@ stage's chunk k + 1. So that schedule runs the K passes unchanged.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import List, Optional, Sequence
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_fbt.config.feedback import FeedbackConfig, PrefixConfig
+from megatron_fbt.config.feedback import FeedbackConfig
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
 from megatron_fbt.feedback.jitter import jitter_noise
@@ -31,7 +31,7 @@ class Recipe:
 
     def fused(self, batch: MicroBatch, pass_number: int) -> torch.Tensor:
         """Positions fused in a pass: [b, s] bool. Validation fuses all but document starts."""
-        prefix = self.feedback.prefix if self.training else PrefixConfig(enabled=False)
+        prefix = self.feedback.prefix if self.training else replace(self.feedback.prefix, probability=0.0)
         return fused_positions(prefix, batch.document_starts, batch.sample_ids, pass_number, self.seed)
 
     @property

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.specs import block_spec, transformer_config
@@ -48,7 +49,7 @@ class FBTStage(LanguageModule):
             self.embedding = LanguageModelEmbedding(
                 mcore, padded_vocab_size, sequence_length, position_embedding_type="rope", tp_group=self.tp_group
             )
-            self.fusion = build_fusion(config.feedback.fusion, mcore, config.feedback.input_scale, self.tp_group)
+            self.fusion = build_fusion(config.feedback.fusion, mcore, resolved_input_scale(config), self.tp_group)
         self.rotary_pos_emb = RotaryEmbedding(
             kv_channels=mcore.kv_channels,
             rotary_percent=1.0,

@@ -1,9 +1,14 @@
 """Which positions are fused in an extra pass: document starts and prefix mix-in (method section 4)."""
 
+from typing import Optional
+
 import torch
 
 from megatron_fbt.config.feedback import PrefixConfig
 from megatron_fbt.feedback.counter import PREFIX, counter_hash, uniform
+
+_WHETHER = 1
+"""Last counter of the draw that decides whether there is a mix-in; the draw of its length has none."""
 
 
 def document_spans(document_starts: torch.Tensor) -> tuple:
@@ -23,7 +28,12 @@ def document_spans(document_starts: torch.Tensor) -> tuple:
 
 
 def fused_positions(
-    config: PrefixConfig, document_starts: torch.Tensor, sample_ids: torch.Tensor, pass_number: int, seed: int
+    config: PrefixConfig,
+    document_starts: torch.Tensor,
+    sample_ids: torch.Tensor,
+    pass_number: int,
+    seed: int,
+    region: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Positions whose input is fused in pass `pass_number` >= 2 of training.
 
@@ -33,18 +43,27 @@ def fused_positions(
         sample_ids: [b] int64, places in the global consumed order.
         pass_number: k, counted from 1.
         seed: run.seed.
+        region: [b, s] bool, what the data mark as the feedback region; needed with granularity prompt.
 
     Returns:
         [b, s] bool.
     """
-    fused = ~document_starts
-    if not config.enabled:
-        return fused
+    if config.granularity == "prompt":
+        assert region is not None, "the data mark no feedback region, see config/checks.py"
+        return region & ~document_starts
+    if config.probability == 0:
+        return ~document_starts
     positions = torch.arange(document_starts.size(1), device=document_starts.device).expand_as(document_starts)
     if config.granularity == "row":
         index, start, length = 0, 0, document_starts.size(1)
     else:
         index, start, length = document_spans(document_starts)
-    u = uniform(counter_hash(seed, PREFIX, sample_ids[:, None], pass_number, index))
-    plain_length = 1 + torch.floor(u * length).long()
-    return fused & (positions - start >= plain_length)
+    counters = (sample_ids[:, None], pass_number, index)
+    u = uniform(counter_hash(seed, PREFIX, *counters))
+    if config.exponent != 1:
+        u = u**config.exponent
+    plain_length = 1 + torch.floor((config.low + (config.high - config.low) * u) * length).long()
+    if config.probability < 1:
+        mixed_in = uniform(counter_hash(seed, PREFIX, *counters, _WHETHER)) < config.probability
+        plain_length = torch.where(mixed_in, plain_length, 0)
+    return ~document_starts & (positions - start >= plain_length)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
+from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import CheckpointError, ConfigError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
@@ -43,7 +44,7 @@ def hf_config(config: PretrainConfig, vocab_size: int, eod: int, dtype: torch.dt
         hidden_dropout=model.hidden_dropout,
         input_norm=model.input_norm,
         fusion=feedback.fusion,
-        input_scale=feedback.input_scale,
+        input_scale=resolved_input_scale(config),
         passes=feedback.validation_passes,
         regime="soft" if feedback.max_passes > 1 else "standard",
         tie_word_embeddings=model.share_embeddings_and_output_weights,

@@ -13,6 +13,7 @@ from typing import Any, Dict, List, Optional
 
 import yaml
 
+from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.load import dump_yaml, load_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import CheckpointError, ConfigError
@@ -197,7 +198,7 @@ def _meaning(config: PretrainConfig) -> Dict[str, Any]:
         "model.input_norm": model.input_norm,
         "model.vocab_size": model.vocab_size,
         "feedback.fusion": config.feedback.fusion,
-        "feedback.input_scale": config.feedback.input_scale,
+        "feedback.input_scale": resolved_input_scale(config),
     }
 
 

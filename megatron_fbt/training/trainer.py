@@ -99,7 +99,7 @@ class Trainer:
 
     def _step(self, signals: SignalWatcher):
         config, state = self.config, self.state
-        passes = passes_at(state.step, config.run.seed, self.plan.phase_start_steps, config.feedback.schedule)
+        passes = passes_at(state.step, config.run.seed, self.plan.phase_start_steps, config.feedback.phases)
         state.fusion_active = state.fusion_active or passes > 1
         if config.model.attention_dropout or config.model.hidden_dropout:
             seed_dropout(config.run.seed, state.step)

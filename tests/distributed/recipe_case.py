@@ -174,7 +174,7 @@ def changed_document(layout: Layout, grid: Grid) -> Dict[str, torch.Tensor]:
     """First inputs of pass 2 before and after the tokens of row 1's first document (positions 0 to 8) were changed."""
     found = {}
     for name, change in (("before", 0), ("after", 1)):
-        built, batch = build(small("", feedback__prefix__enabled=False), grid, layout), rows()
+        built, batch = build(small("", feedback__prefix__probability=0.0), grid, layout), rows()
         batch.tokens[1, :8] = (batch.tokens[1, :8] + change - 1) % (VOCAB - 1) + 1
         with torch.no_grad():
             states = built.stage.run_layers(built.stage.first_inputs(batch.tokens, None, None), S)

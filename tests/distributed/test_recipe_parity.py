@@ -113,7 +113,7 @@ def test_all_tensor_parallel_ranks_draw_the_same_jitter_and_cuts(alone, together
     key, batch = (granularity, pass_number), rows()
     jitter, fused = alone["drawn"][key]
     assert torch.equal(jitter, jitter_noise(0.02, batch.sample_ids, torch.arange(S), pass_number, D, 1234))
-    config = PrefixConfig(True, granularity)
+    config = PrefixConfig(granularity=granularity)
     assert torch.equal(fused, fused_positions(config, batch.document_starts, batch.sample_ids, pass_number, 1234).t())
     assert fused.any() and jitter.any()
     whole_rows = [rank["tp2pp1dp1"]["drawn"][key] for rank in together]

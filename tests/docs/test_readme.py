@@ -130,12 +130,12 @@ def test_table_of_sections():
 
 def test_defaults_of_the_recipe():
     config = PretrainConfig()
-    phases = [(phase.from_fraction, phase.passes) for phase in config.feedback.schedule]
+    phases = [(phase.from_fraction, phase.passes) for phase in config.feedback.phases]
     assert phases == [(0.0, {1: 1.0}), (0.75, {2: 0.88, 3: 0.12})]
     weights = config.feedback.loss_weights
     assert (weights.first_pass, weights.extra_passes, weights.per_pass) == (1.0, 1.0, None)
-    assert (config.feedback.prefix.enabled, config.feedback.prefix.granularity) == (True, "row")
-    assert (config.feedback.jitter.scale, config.feedback.input_scale) == (0.02, 1.0)
+    assert (config.feedback.prefix.probability, config.feedback.prefix.granularity) == (1.0, "row")
+    assert (config.feedback.jitter.scale, config.feedback.input_scale) == (0.02, None)
     assert (config.feedback.fusion, config.model.input_norm, config.feedback.eval_passes) == ("gate", "rms", None)
 
 

@@ -102,7 +102,7 @@ def test_token_equivalents_follow_the_ramp_up():
 def test_phase_that_is_never_reached_has_no_share():
     config = small_config()
     config.training.train_steps = 2
-    config.feedback.schedule[1].from_fraction = 0.9
+    config.feedback.schedule = [PassPhase(0.0, {1: 1.0}), PassPhase(0.9, {2: 1.0})]
     assert make_plan(config, 1, 11).pass_shares == {1: 1.0}
 
 
@@ -133,7 +133,8 @@ def test_json_has_all_fields():
 
 
 @pytest.mark.parametrize(
-    ("norm", "scale", "noted"), [("rms", 1.0, 0), ("none", 1.0, 1), ("none", 0.02, 0), ("rms", 0.5, 1)]
+    ("norm", "scale", "noted"),
+    [("rms", 1.0, 0), ("none", 1.0, 1), ("none", 0.02, 0), ("rms", 0.5, 1), ("rms", None, 0), ("none", None, 0)],
 )
 def test_note_on_the_input_scale(norm, scale, noted):
     config = small_config()

@@ -6,7 +6,13 @@ import math
 import pytest
 
 from megatron_fbt.config.data import DataConfig, TokenizerConfig, parse_split
-from megatron_fbt.config.feedback import FeedbackConfig, LossWeightsConfig, PassPhase
+from megatron_fbt.config.feedback import (
+    FeedbackConfig,
+    LossWeightsConfig,
+    PassPhase,
+    PrefixConfig,
+    resolved_input_scale,
+)
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.training import TrainingConfig
 from megatron_fbt.errors import ConfigError
@@ -33,7 +39,7 @@ POSITIVE_INTEGERS = {
 }
 NUMBERS_ABOVE_ZERO = {
     "model": "layernorm_epsilon rotary_base init_method_std",
-    "feedback": "input_scale",
+    "feedback.prefix": "exponent",
     "parallel": "collective_timeout_s",
     "optimizer": "lr adam_eps",
 }
@@ -50,8 +56,7 @@ SWITCHES = {
     "model": "qk_layernorm share_embeddings_and_output_weights",
     "parallel": "sequence_parallel overlap_grad_reduce",
     "memory": "deallocate_pipeline_outputs",
-    "data": "mmap eod_mask_loss reset_attention_mask",
-    "feedback.prefix": "enabled",
+    "data": "mmap eod_mask_loss reset_attention_mask reset_position_ids",
     "logging": "tensorboard",
 }
 CHOICES = {
@@ -60,6 +65,7 @@ CHOICES = {
     "feedback.prefix": "granularity",
     "precision": "dtype",
     "optimizer": "sharding lr_decay_style",
+    "data": "format",
     "data.tokenizer": "type",
 }
 
@@ -77,6 +83,9 @@ REFUSED = [
     *cases(CHOICES, "other", None, 1),
     *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters", "run": "seed"}, -1, 0.5, NAN, None),
     *cases({"optimizer": "lr_decay_fraction"}, -0.1, 1.1, NAN, None),
+    *cases({"feedback.prefix": "probability low high"}, -0.1, 1.1, NAN, INF, "1", True, None),
+    *cases({"feedback": "input_scale"}, 0.0, -1.0, NAN, INF, "1", True),
+    *cases({"feedback.loss_weights": "warmup_steps"}, -1, 0.5, NAN, None),
     *cases({"run": "dir"}, "", "  ", 3, None),
     ("run", "seed", 2**32),
     ("feedback", "eval_passes", 17),
@@ -98,12 +107,16 @@ REFUSED = [
     ("training", "rampup_batch_size", [16, 2, 100]),
     ("training", "rampup_batch_size", [4, 3, 100]),
     ("training", "rampup_batch_size", [4, 2.0, 100]),
-    ("data", "reset_attention_mask", True),
+    ("data", "reset_position_ids", True),
     ("data", "paths", ["a", ""]),
     ("data", "paths", ["a", "b", "./a"]),
     ("data", "paths", "a"),
     ("data", "split", "0,1,1"),
+    ("data", "chat_template", "chat.jinja"),
     ("data.tokenizer", "path", ""),
+    ("checkpoint", "init_from", " "),
+    ("feedback", "schedule", "Full"),
+    ("feedback", "schedule", None),
     ("feedback", "schedule", []),
     ("feedback", "schedule", [PassPhase(0.5, {1: 1.0})]),
     ("feedback", "schedule", [PassPhase(0.0, {1: 1.0}), PassPhase(0.0, {2: 1.0})]),
@@ -150,6 +163,9 @@ def leaf_fields(section, prefix):
         *cases(FRACTIONS_BELOW_ONE, 0, 0.0, 0.999),
         *cases(NUMBERS_FROM_ZERO, 0),
         *cases(NUMBERS_ABOVE_ZERO, 1, 1e-4),
+        *cases({"feedback.prefix": "probability high"}, 0, 1, 0.25),
+        *cases({"feedback": "schedule"}, "standard", "progressive", "two_phase_75_25", "full"),
+        ("feedback", "input_scale", 0.02),
         ("feedback", "eval_passes", 16),
         ("run", "seed", 2**32 - 1),
         ("training", "rampup_batch_size", [2, 2, 100]),
@@ -207,6 +223,12 @@ def test_weights_of_passes_cover_the_schedule():
     FeedbackConfig(loss_weights=LossWeightsConfig(per_pass=[1.0, 0.0])).validate()
     only_three = [PassPhase(0.0, {3: 1.0})]
     FeedbackConfig(schedule=only_three, loss_weights=LossWeightsConfig(per_pass=[0.0, 2.0])).validate()
+
+
+def test_the_shares_of_a_mix_in_are_in_order():
+    PrefixConfig(low=0.5, high=0.5).validate()
+    with pytest.raises(ConfigError, match=r"feedback\.prefix\.low = 0\.6: above feedback\.prefix\.high = 0\.5"):
+        PrefixConfig(low=0.6, high=0.5).validate()
 
 
 def test_no_pass_in_the_loss():
@@ -267,3 +289,36 @@ def test_all_problems_at_once():
 def test_phase_start_steps(fraction, steps, start):
     feedback = FeedbackConfig(schedule=[PassPhase(0.0, {1: 1.0}), PassPhase(fraction, {2: 1.0})])
     assert feedback.phase_start_steps(steps) == [0, start]
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("standard", [(0.0, {1: 1.0})]),
+        ("progressive", [(0.0, {1: 1.0}), (0.75, {2: 0.88, 3: 0.12})]),
+        ("two_phase_75_25", [(0.0, {1: 1.0}), (0.75, {3: 1.0})]),
+        ("full", [(0.0, {3: 1.0})]),
+    ],
+)
+def test_phases_of_the_presets(name, phases):
+    feedback = FeedbackConfig(schedule=name)
+    assert [(phase.from_fraction, phase.passes) for phase in feedback.phases] == phases
+    assert feedback.max_passes == max(max(passes) for _, passes in phases)
+
+
+@pytest.mark.parametrize(
+    ("norm", "scale", "resolved"), [("rms", None, 1.0), ("none", None, 0.03), ("rms", 0.5, 0.5), ("none", 1.5, 1.5)]
+)
+def test_the_input_scale_follows_the_plain_inputs(norm, scale, resolved):
+    config = PretrainConfig()
+    config.model.input_norm, config.model.init_method_std, config.feedback.input_scale = norm, 0.03, scale
+    assert resolved_input_scale(config) == resolved
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "switch_on_step", "factors"),
+    [(0, 3, [1.0] * 6), (1, 3, [1.0] * 6), (4, 2, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]), (4, None, [1.0] * 6)],
+)
+def test_warm_up_of_the_extra_passes(warmup_steps, switch_on_step, factors):
+    weights, first = LossWeightsConfig(warmup_steps=warmup_steps), switch_on_step or 0
+    assert [weights.extra_factor(first + n, switch_on_step) for n in range(6)] == factors

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_fbt.config.feedback import FeedbackConfig, PassPhase, default_schedule
+from megatron_fbt.config.feedback import FeedbackConfig, PassPhase, preset_phases
 from megatron_fbt.feedback.pass_schedule import draw_passes, passes_at, phase_at
 
 MIX = {1: 0.75, 2: 0.22, 3: 0.03}
@@ -18,7 +18,7 @@ def draws(steps, seed=1234, starts=(0,), schedule=None):
 
 
 def test_golden_draws():
-    found = draws(range(70, 110), starts=[0, 75], schedule=default_schedule())
+    found = draws(range(70, 110), starts=[0, 75], schedule=preset_phases("progressive"))
     assert found == [1] * 5 + [2, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 3, 2, 2, 3] + [2] * 12 + [3, 2, 2]
 
 
@@ -34,7 +34,7 @@ def test_shares_of_the_default_schedule_over_a_run():
     count = 3_000
     feedback = FeedbackConfig()
     starts = feedback.phase_start_steps(count)
-    found = draws(range(count), seed=5, starts=starts, schedule=feedback.schedule)
+    found = draws(range(count), seed=5, starts=starts, schedule=feedback.phases)
     assert set(found[: starts[1]]) == {1} and set(found[starts[1] :]) == {2, 3}
     for passes, share in MIX.items():
         assert found.count(passes) / count == pytest.approx(share, abs=0.013)

@@ -6,7 +6,7 @@ import torch
 from megatron_fbt.config.feedback import PrefixConfig
 from megatron_fbt.feedback.prefix import document_spans, fused_positions
 
-OFF, ROW, DOCUMENT = PrefixConfig(False), PrefixConfig(True, "row"), PrefixConfig(True, "document")
+OFF, ROW, DOCUMENT = PrefixConfig(0.0), PrefixConfig(), PrefixConfig(granularity="document")
 
 
 def starts_at(length: int, *rows) -> torch.Tensor:

@@ -1,20 +1,29 @@
 """An independent Full-Bandwidth Transformer: plain formulas in double precision on canonical weights, head by head."""
 
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
 
 
-def tiny_config(**model_fields) -> PretrainConfig:
+FUSION_NAMES = {
+    "gate": ("state_proj", "token_gate"),
+    "concat": ("concat_state_proj", "concat_token_proj"),
+    "add": ("state_proj", "token_proj"),
+}
+
+
+def tiny_config(fusion: str = "gate", **model_fields) -> PretrainConfig:
     """A small configuration; fields of its model section may be set."""
     config = PretrainConfig()
     fields = {"num_layers": 2, "hidden_size": 48, "ffn_hidden_size": 40, "num_attention_heads": 4, "kv_channels": 12}
     for name, value in {**fields, **model_fields}.items():
         assert hasattr(config.model, name)
         setattr(config.model, name, value)
+    config.feedback.fusion = fusion
     config.precision.dtype = "fp32"
     config.data.sequence_length = 64
     return config
@@ -32,11 +41,13 @@ def random_weights(config: PretrainConfig, vocab_size: int = 50, seed: int = 0) 
         return 1 + 0.3 * torch.randn(size, generator=generator)
 
     width, head = model.hidden_size, model.head_size
-    rows = (model.num_attention_heads + 2 * model.query_groups) * head
+    state, token = FUSION_NAMES[config.feedback.fusion]
+    query_like = 2 if model.attention_output_gate else 1
+    rows = (query_like * model.num_attention_heads + 2 * model.query_groups) * head
     weights = {
         "embedding.word_embeddings.weight": matrix(vocab_size, width) * 3,
-        "fusion.state_proj.weight": matrix(width, width),
-        "fusion.token_gate.weight": matrix(width, width) * 3,
+        f"fusion.{state}.weight": matrix(width, width),
+        f"fusion.{token}.weight": matrix(width, width) * 3,
         "decoder.final_layernorm.weight": norm(width),
     }
     for index in range(model.num_layers):
@@ -56,12 +67,19 @@ def random_weights(config: PretrainConfig, vocab_size: int = 50, seed: int = 0) 
 
 
 class Reference:
-    """States and logits of one row of token ids."""
+    """States and logits of one row of token ids.
 
-    def __init__(self, weights: Dict[str, Tensor], config: PretrainConfig) -> None:
+    Args:
+        weights: canonical weights.
+        config: what they belong to.
+        document_starts: where documents begin in the row, for data.reset_attention_mask and reset_position_ids.
+    """
+
+    def __init__(self, weights: Dict[str, Tensor], config: PretrainConfig, document_starts: Sequence[int] = ()) -> None:
         self.weights = {name: weight.double() for name, weight in weights.items()}
-        self.model = config.model
-        self.scale = config.feedback.input_scale
+        self.model, self.data, self.fusion = config.model, config.data, config.feedback.fusion
+        self.document_starts = document_starts
+        self.scale = resolved_input_scale(config)
 
     def norm(self, x: Tensor, weight: Tensor = None) -> Tensor:
         unit = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.model.layernorm_epsilon)
@@ -75,48 +93,73 @@ class Reference:
         return self.norm(embedding) if self.model.input_norm == "rms" else embedding
 
     def fuse(self, ids: Tensor, state: Tensor) -> Tensor:
-        value = state @ self.weights["fusion.state_proj.weight"].T
-        gate = torch.sigmoid(self.norm(self.embedding(ids)) @ self.weights["fusion.token_gate.weight"].T)
-        return self.norm(value * gate) * self.scale
+        token = self.norm(self.embedding(ids))
+        w_state, w_token = (self.weights[f"fusion.{name}.weight"] for name in FUSION_NAMES[self.fusion])
+        if self.fusion == "concat":
+            mixed = torch.cat([self.norm(state), token], dim=-1) @ torch.cat([w_state, w_token], dim=1).T
+        elif self.fusion == "add":
+            mixed = state @ w_state.T + token @ w_token.T
+        else:
+            mixed = (state @ w_state.T) * torch.sigmoid(token @ w_token.T)
+        return self.norm(mixed) * self.scale
+
+    def document(self, t: int) -> int:
+        """First position of the document that position t lies in."""
+        return max([0, *(start for start in self.document_starts if start <= t)])
+
+    def sees(self, layer_number: int, query: int, key: int) -> bool:
+        """Whether a position may attend to another in a layer (counted from 1)."""
+        window, skip = self.model.sliding_window, self.model.window_attn_skip_freq
+        if window is not None and not (skip and layer_number % skip == 0) and query - key >= window:
+            return False
+        if self.data.reset_attention_mask and key < self.document(query):
+            return False
+        return key <= query
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotary embedding of [T, hn] by complex multiplication: channel c pairs with c + hn / 2."""
         half = x.shape[1] // 2
         rate = self.model.rotary_base ** (-torch.arange(half, dtype=torch.float64) * 2 / x.shape[1])
-        angle = torch.arange(len(x), dtype=torch.float64)[:, None] * rate
+        firsts = [self.document(t) if self.data.reset_position_ids else 0 for t in range(len(x))]
+        angle = (torch.arange(len(x)) - torch.tensor(firsts)).double()[:, None] * rate
         turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([turned.real, turned.imag], dim=1)
 
-    def attention(self, x: Tensor, prefix: str) -> Tensor:
+    def attention(self, x: Tensor, prefix: str, layer_number: int) -> Tensor:
         model, weights, hn = self.model, self.weights, self.model.head_size
         share = model.num_attention_heads // model.query_groups
+        in_group = (2 * share if model.attention_output_gate else share) + 2
         rows = weights[prefix + "linear_qkv.weight"].split(hn)  # one [hn, D] block a head
-        blocked = torch.triu(torch.ones(len(x), len(x), dtype=torch.bool), 1)
+        places = range(len(x))
+        blocked = torch.tensor([[not self.sees(layer_number, query, key) for key in places] for query in places])
         heads: List[Tensor] = []
         for group in range(model.query_groups):
-            *query_rows, key_rows, value_rows = rows[group * (share + 2) : (group + 1) * (share + 2)]
+            *query_rows, key_rows, value_rows = rows[group * in_group : (group + 1) * in_group]
+            gate_rows = [query_rows.pop(share) for _ in range(share)] if model.attention_output_gate else []
             key, value = x @ key_rows.T, x @ value_rows.T
             if model.qk_layernorm:
                 key = self.norm(key, weights[prefix + "k_layernorm.weight"])
-            for query_row in query_rows:
+            for index, query_row in enumerate(query_rows):
                 query = x @ query_row.T
                 if model.qk_layernorm:
                     query = self.norm(query, weights[prefix + "q_layernorm.weight"])
                 scores = self.turn(query) @ self.turn(key).T / hn**0.5
                 heads.append(scores.masked_fill(blocked, -torch.inf).softmax(-1) @ value)
+                if model.attention_output_gate:
+                    heads[-1] = heads[-1] * torch.sigmoid(x @ gate_rows[index].T)
         return torch.cat(heads, dim=1) @ weights[prefix + "linear_proj.weight"].T
 
     def stack(self, x: Tensor) -> Tensor:
         """Stack inputs [T, D] -> top states [T, D]."""
+        factor = self.model.residual_multiplier
         for index in range(self.model.num_layers):
             prefix = f"decoder.layers.{index}."
-            x = x + self.attention(
-                self.norm(x, self.weights[prefix + "input_layernorm.weight"]), prefix + "self_attention."
-            )
+            normed = self.norm(x, self.weights[prefix + "input_layernorm.weight"])
+            x = x + factor * self.attention(normed, prefix + "self_attention.", index + 1)
             inner = self.norm(x, self.weights[prefix + "pre_mlp_layernorm.weight"])
             both = inner @ self.weights[prefix + "mlp.linear_fc1.weight"].T
             gate, up = both[:, : self.model.ffn_size], both[:, self.model.ffn_size :]
-            x = x + (gate * torch.sigmoid(gate) * up) @ self.weights[prefix + "mlp.linear_fc2.weight"].T
+            x = x + factor * (gate * torch.sigmoid(gate) * up) @ self.weights[prefix + "mlp.linear_fc2.weight"].T
         return self.norm(x, self.weights["decoder.final_layernorm.weight"])
 
     def logits(self, states: Tensor) -> Tensor:
