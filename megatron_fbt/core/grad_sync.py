@@ -13,6 +13,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_fbt.config.optimizer import OptimizerConfig
 from megatron_fbt.core.cpu import cuda_type_names
+from megatron_fbt.core.muon import hidden_matrices, install_muon, muon_group
 from megatron_fbt.core.stage import FBTStage
 
 FUSION_GROUP = "fusion"
@@ -38,7 +39,13 @@ def reduce_gradients(model: DistributedDataParallel) -> None:
 
 
 def build_megatron_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> MegatronOptimizer:
-    """AdamW over the model's gradient buffers; no weight decay on vectors; the fusion layer in a group of its own."""
+    """AdamW over the model's gradient buffers, with optimizer.type muon under Muon for the hidden matrices.
+
+    No weight decay on vectors; the fusion layer in a group of its own.
+
+    Raises:
+        ConfigError: Muon is asked for and torch has none.
+    """
     stage: FBTStage = model.module
     options = MegatronOptimizerConfig(
         optimizer="adam",
@@ -57,9 +64,16 @@ def build_megatron_optimizer(config: OptimizerConfig, model: DistributedDataPara
         ParamKey(predicate=ParamPredicate(name="vector", fn=lambda param: param.dim() == 1)): {"wd_mult": 0.0},
         ParamKey(name="*fusion.*"): {FUSION_GROUP: True},
     }
+    if config.type == "muon":
+        named = dict(stage.named_parameters())
+        matrices = {id(named[name]) for name in hidden_matrices(stage)}
+        key = ParamKey(predicate=ParamPredicate(name="matrix", fn=lambda param: id(param) in matrices))
+        overrides[key] = muon_group(config)
     with cuda_type_names():
         chained = get_megatron_optimizer(options, [model], config_overrides=overrides, use_gloo_process_groups=False)
     (optimizer,) = chained.chained_optimizers
+    if config.type == "muon":
+        install_muon(config, stage, optimizer)
     return optimizer
 
 

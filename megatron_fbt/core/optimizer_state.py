@@ -11,7 +11,20 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron_fbt.core.muon import MOMENTUM, muon_of
+
+MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_kinds(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Tuple[str, ...]:
+    """Names of the tensors that make up a parameter's state: the master weight, then AdamW's moments or Muon's."""
+    return (MASTER, *_moments(optimizer, param))
+
+
+def _moments(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Tuple[str, ...]:
+    muon = muon_of(optimizer)
+    return (MOMENTUM,) if muon is not None and _main_param(optimizer, param) in muon.blocks else MOMENTS
 
 
 def _main_param(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Optional[torch.Tensor]:
@@ -35,22 +48,23 @@ def _owned_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Tup
 def read_state(
     optimizer: MegatronOptimizer, param: torch.nn.Parameter, data_group: dist.ProcessGroup
 ) -> Dict[str, torch.Tensor]:
-    """Master weight and moments of one parameter, float32 on the CPU, in the parameter's shape.
+    """Master weight and moments (state_kinds) of one parameter, float32 on the CPU, in the parameter's shape.
 
     Collective over the data-parallel group where states are sharded.
     """
-    whole = torch.zeros(1 + len(MOMENTS), param.numel(), dtype=torch.float32, device=param.device)
+    moments = _moments(optimizer, param)
+    whole = torch.zeros(1 + len(moments), param.numel(), dtype=torch.float32, device=param.device)
     main = _main_param(optimizer, param)
     if main is not None:
         begin, end = _owned_range(optimizer, param)
         state = optimizer.optimizer.state.get(main, {})
         whole[0, begin:end] = main.detach().flatten()
-        for row, name in enumerate(MOMENTS, start=1):
+        for row, name in enumerate(moments, start=1):
             if name in state:
                 whole[row, begin:end] = state[name].flatten()
     if isinstance(optimizer, DistributedOptimizer):
         dist.all_reduce(whole, group=data_group)
-    return {name: whole[row].view(param.shape).cpu() for row, name in enumerate(("master", *MOMENTS))}
+    return {name: whole[row].view(param.shape).cpu() for row, name in enumerate((MASTER, *moments))}
 
 
 @torch.no_grad()
@@ -62,31 +76,32 @@ def write_state(
     Args:
         optimizer: owner of the state.
         param: the model's parameter.
-        values: "master", "exp_avg", "exp_avg_sq".
-        updates: Adam's step count of this parameter; 0 leaves it without moments, as a parameter never stepped.
+        values: by state_kinds.
+        updates: step count of this parameter; 0 leaves it without moments, as a parameter never stepped.
     """
     main = _main_param(optimizer, param)
     if main is None:
         return
     begin, end = _owned_range(optimizer, param)
-    main.copy_(values["master"].flatten()[begin:end].view(main.shape))
+    main.copy_(values[MASTER].flatten()[begin:end].view(main.shape))
     if updates == 0:
         return
-    inner = optimizer.optimizer
-    state = {name: values[name].flatten()[begin:end].view(main.shape).to(main.device) for name in MOMENTS}
-    if _counts_steps_by_parameter(inner):
+    inner, moments = optimizer.optimizer, _moments(optimizer, param)
+    state = {name: values[name].flatten()[begin:end].view(main.shape).to(main.device) for name in moments}
+    if moments == MOMENTS and _counts_steps_by_parameter(optimizer):
         state["step"] = torch.tensor(float(updates), dtype=torch.float32)
     inner.state[main] = {name: tensor.clone() for name, tensor in state.items()}
 
 
 def set_group_steps(optimizer: MegatronOptimizer, updates: List[int]) -> None:
     """Tell optimizers that count steps by parameter group (fused ones) each group's count."""
-    inner = optimizer.optimizer
-    if _counts_steps_by_parameter(inner):
+    if _counts_steps_by_parameter(optimizer):
         return
-    for group, count in zip(inner.param_groups, updates):
+    for group, count in zip(optimizer.param_groups, updates):
         group["step"] = count
 
 
-def _counts_steps_by_parameter(inner: torch.optim.Optimizer) -> bool:
+def _counts_steps_by_parameter(optimizer: MegatronOptimizer) -> bool:
+    muon = muon_of(optimizer)
+    inner = optimizer.optimizer if muon is None else muon.adamw
     return isinstance(inner, (torch.optim.AdamW, torch.optim.Adam))

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 
 from megatron_fbt.core.checkpoint_io import check_files, load_tensors, read_tensors, save_tensors
 from megatron_fbt.core.grad_sync import FUSION_GROUP
-from megatron_fbt.core.optimizer_state import read_state, set_group_steps, write_state
+from megatron_fbt.core.optimizer_state import read_state, set_group_steps, state_kinds, write_state
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.errors import CheckpointError
@@ -35,7 +35,6 @@ from megatron_fbt.training.run_folder import (
 )
 
 VOCABULARY_WEIGHTS = {"embedding.word_embeddings.weight", "output_layer.weight"}
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Checkpointer:
@@ -100,13 +99,14 @@ class Checkpointer:
         """
         on_first_rank(lambda: check_files(checkpoint))
         state = read_trainer_state(checkpoint)
-        wanted = {**_model_state(stage, self.layout), **_optimizer_template(stage, self.layout)}
+        wanted = {**_model_state(stage, self.layout), **_optimizer_template(stage, optimizer, self.layout)}
         content = load_tensors(wanted, checkpoint)
         states = {name: content.pop(name) for name in list(content) if name.startswith("optimizer.")}
         stage.load_state_dict(content)
         optimizer.updates, optimizer.fusion_updates = state.updates, state.fusion_updates
         for name, param in stage.named_parameters():
-            values = {kind: states[f"optimizer.{kind}.{name}"] for kind in KINDS}
+            kinds = state_kinds(optimizer.megatron, param)
+            values = {kind: states[f"optimizer.{kind}.{name}"] for kind in kinds}
             fusion = name.startswith("fusion.")
             write_state(optimizer.megatron, param, values, state.fusion_updates if fusion else state.updates)
         groups = optimizer.param_groups
@@ -127,9 +127,9 @@ def _optimizer_state(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> d
     return _sharded_like_weights(stage, layout, tensors)
 
 
-def _optimizer_template(stage: FBTStage, layout: Layout) -> dict:
+def _optimizer_template(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> dict:
     tensors = {
-        name: {kind: torch.empty(param.shape, dtype=torch.float32) for kind in KINDS}
+        name: {kind: torch.empty(param.shape, dtype=torch.float32) for kind in state_kinds(optimizer.megatron, param)}
         for name, param in stage.named_parameters()
     }
     return _sharded_like_weights(stage, layout, tensors)

@@ -19,6 +19,8 @@ class LearningRate:
         cosine, c <= n      min_lr + (lr - min_lr) * (1 + cos(pi (c - w) / (n - w))) / 2
         c > n               min_lr
 
+    Groups that Muon steps have a peak and an end of their own, in the same proportion to each other.
+
     There is no state: a resumed run, or one in another layout, gets the same value from the same count.
     """
 

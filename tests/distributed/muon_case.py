@@ -1,0 +1,154 @@
+"""What test_muon.py asserts on: Muon in Megatron-Core's wrappers beside loops written with torch alone."""
+
+from dataclasses import dataclass
+from typing import Any, Dict, List
+
+import torch
+
+from megatron_fbt.core.grad_sync import reduce_gradients
+from megatron_fbt.core.muon import hidden_matrices
+from megatron_fbt.core.optimizer_state import read_state
+from megatron_fbt.core.schedule import run_passes
+from megatron_fbt.training.lr_schedule import LearningRate
+from tests.distributed.model_case import Built, Grid, build, start
+from tests.distributed.recipe_case import cut, rows, small
+
+PASSES = (1, 1, 2, 1, 3)
+"""The fusion layer wakes up in the third step and has no gradient in the fourth."""
+SAMPLES = 20
+"""Length of the learning-rate schedule; a step reads four rows."""
+SETTINGS = {
+    "optimizer__type": "muon",
+    "optimizer__lr": 3e-3,
+    "optimizer__min_lr": 1e-3,
+    "optimizer__muon_lr": 0.02,
+    "optimizer__muon_weight_decay": 0.3,
+    "optimizer__muon_momentum": 0.9,
+    "optimizer__muon_ns_steps": 4,
+    "optimizer__clip_grad": 1.5,
+    "model__qk_layernorm": True,
+}
+VARIANTS: Dict[str, Dict[str, Any]] = {
+    "grouped queries": {"model__num_attention_heads": 4, "model__num_query_groups": 2},
+    "one query group": {"model__num_query_groups": 1, "optimizer__muon_adjust_lr_fn": "match_rms_adamw"},
+    "untied, output gate": {"model__share_embeddings_and_output_weights": False, "model__attention_output_gate": True},
+    "concat": {"feedback__fusion": "concat"},
+    "bf16": {"precision__dtype": "bf16"},
+}
+
+
+@dataclass
+class Loop:
+    """Weights and states after every step, by "kind name"."""
+
+    steps: List[Dict[str, torch.Tensor]]
+    norms: List[float]
+
+
+def gradients(built: Built, step: int) -> Dict[str, torch.Tensor]:
+    """float32 gradients of the step's summed loss, by name."""
+    built.optimizer.zero_grad()
+    run_passes(built.stage, cut(rows(), 2, built.layout), PASSES[step], built.recipe)
+    reduce_gradients(built.optimizer.model)
+    return {name: param.main_grad.clone() for name, param in built.stage.named_parameters()}
+
+
+def ours(built: Built) -> Loop:
+    """Five steps by the optimizer under test."""
+    schedule, loop, active = LearningRate(built.config.optimizer, 0, SAMPLES), Loop([], []), False
+    for step, passes in enumerate(PASSES):
+        active = active or passes > 1
+        schedule.apply(built.optimizer, 4 * step)
+        built.optimizer.zero_grad()
+        totals = run_passes(built.stage, cut(rows(), 2, built.layout), passes, built.recipe)
+        loop.norms.append(built.optimizer.step(totals, active, False).grad_norm)
+        found = {}
+        for name, param in built.stage.named_parameters():
+            found[f"weight {name}"] = param.detach().clone()
+            for kind, value in read_state(built.optimizer.megatron, param, built.layout.data_group).items():
+                found[f"{kind} {name}"] = value
+        loop.steps.append(found)
+    return loop
+
+
+def separate(name: str, weight: torch.Tensor, config) -> List[torch.Tensor]:
+    """The matrices in a weight, by hand: which rows of it belong to query, output gate, key, value, or gate and up."""
+    model = config.model
+    if name.endswith("linear_fc1.weight"):
+        return [weight[: model.ffn_size].clone(), weight[model.ffn_size :].clone()]
+    if not name.endswith("linear_qkv.weight"):
+        return [weight.clone()]
+    kinds = []
+    heads = model.num_attention_heads // model.query_groups
+    for _ in range(model.query_groups):
+        kinds += ["q"] * heads + ["gate"] * heads * model.attention_output_gate + ["k", "v"]
+    owner = [kind for kind in kinds for _ in range(model.head_size)]
+    assert len(owner) == len(weight)
+    return [weight[[row == kind for row in owner]].clone() for kind in ("q", "gate", "k", "v") if kind in owner]
+
+
+def by_torch(built: Built) -> Loop:
+    """The same steps by torch.optim.Muon and torch.optim.AdamW on copies of the weights."""
+    config, stage = built.config, built.stage
+    options, loop = config.optimizer, Loop([], [])
+    names = [name for name, _ in stage.named_parameters()]
+    hidden = [n for n in names if n.endswith("weight") and ("linear" in n or "fusion" in n)]
+    assert sorted(hidden) == sorted(hidden_matrices(stage))
+    parts = {
+        name: [
+            torch.nn.Parameter(part)
+            for part in (separate(name, param.detach().float(), config) if name in hidden else [param.detach().float()])
+        ]
+        for name, param in stage.named_parameters()
+    }
+    optimizers = {}
+    for name in names:
+        if name in hidden:
+            muon = {"momentum": options.muon_momentum, "ns_steps": options.muon_ns_steps}
+            optimizers[name] = torch.optim.Muon(parts[name], adjust_lr_fn=options.muon_adjust_lr_fn, **muon)
+        else:
+            optimizers[name] = torch.optim.AdamW(parts[name], betas=(0.9, 0.95), eps=1e-8)
+    for step in range(len(PASSES)):
+        found = gradients(built, step)
+        tokens = rows().loss_mask.sum().item()
+        norm = sum((value.double() / tokens).square().sum() for value in found.values()).sqrt().item()
+        decay = min(1.0, (SAMPLES - 4 * step) / 5)
+        loop.norms.append(norm)
+        for name, optimizer in optimizers.items():
+            if name.startswith("fusion.") and step < 2:
+                continue
+            group, gradient = optimizer.param_groups[0], found[name] * (min(1.0, 1.5 / (norm + 1e-6)) / tokens)
+            if name in hidden:
+                group["lr"], group["weight_decay"] = 0.02 * (1 / 3 + 2 / 3 * decay), 0.3
+            else:
+                group["lr"], group["weight_decay"] = 1e-3 + 2e-3 * decay, 0.1 if gradient.dim() == 2 else 0.0
+            for part, value in zip(parts[name], separate(name, gradient, config) if name in hidden else [gradient]):
+                part.grad = value
+            optimizer.step()
+        with torch.no_grad():
+            for name, param in stage.named_parameters():
+                param.copy_(together(name, parts[name], config))
+        loop.steps.append({f"weight {n}": p.detach().clone() for n, p in stage.named_parameters()})
+    return loop
+
+
+def together(name: str, parts: List[torch.Tensor], config) -> torch.Tensor:
+    """The inverse of `separate`, through the numbers of the rows."""
+    if len(parts) == 1:
+        return parts[0].detach()
+    height = sum(len(part) for part in parts)
+    places = separate(name, torch.arange(height)[:, None], config)
+    weight = torch.empty(height, parts[0].size(1))
+    for rows_, part in zip(places, parts):
+        weight[rows_[:, 0]] = part.detach()
+    return weight
+
+
+def loops(rank: int, world_size: int) -> Dict[str, Any]:
+    """{variant: (ours, by torch)} in one process."""
+    layout = start(Grid())
+    found = {}
+    for name, fields in VARIANTS.items():
+        case = small(name, **SETTINGS, **fields)
+        found[name] = (ours(build(case, Grid(), layout)), by_torch(build(case, Grid(), layout)))
+    return found
