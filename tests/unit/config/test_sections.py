@@ -32,6 +32,7 @@ POSITIVE_INTEGERS = {
     "make_vocab_size_divisible_by",
     "parallel": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size",
     "feedback": "eval_passes",
+    "optimizer": "muon_ns_steps",
     "data": "sequence_length",
     "training": "train_steps train_samples train_tokens micro_batch_size global_batch_size eval_interval max_bad_steps",
     "checkpoint": "save_interval keep_last",
@@ -41,16 +42,16 @@ NUMBERS_ABOVE_ZERO = {
     "model": "layernorm_epsilon rotary_base init_method_std",
     "feedback.prefix": "exponent",
     "parallel": "collective_timeout_s",
-    "optimizer": "lr adam_eps",
+    "optimizer": "lr muon_lr adam_eps",
 }
 NUMBERS_FROM_ZERO = {
     "feedback.loss_weights": "first_pass extra_passes",
     "feedback.jitter": "scale",
-    "optimizer": "min_lr weight_decay clip_grad",
+    "optimizer": "min_lr weight_decay muon_weight_decay clip_grad",
 }
 FRACTIONS_BELOW_ONE = {
     "model": "attention_dropout hidden_dropout",
-    "optimizer": "adam_beta1 adam_beta2",
+    "optimizer": "adam_beta1 adam_beta2 muon_momentum",
 }
 SWITCHES = {
     "model": "qk_layernorm share_embeddings_and_output_weights",
@@ -64,7 +65,7 @@ CHOICES = {
     "feedback": "fusion",
     "feedback.prefix": "granularity",
     "precision": "dtype",
-    "optimizer": "sharding lr_decay_style",
+    "optimizer": "type sharding lr_decay_style muon_adjust_lr_fn",
     "data": "format",
     "data.tokenizer": "type",
 }
@@ -94,6 +95,7 @@ REFUSED = [
     ("model", "hidden_size", 12),
     ("model", "kv_channels", 33),
     ("optimizer", "min_lr", 1.0),
+    ("optimizer", "muon_ns_steps", 100),
     ("parallel", "context_parallel_size", 2),
     ("parallel", "sequence_parallel", True),
     ("parallel", "overlap_grad_reduce", True),
