@@ -21,7 +21,7 @@ def validate_config(config: PretrainConfig, world_size: Optional[int] = None) ->
         ConfigError: listing every problem found with field, value and remedy.
     """
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
-    problems = _model_problems(config) + _length_problems(config)
+    problems = _model_problems(config) + _length_problems(config) + _muon_problems(config)
     world_size = world_size or config.parallel.world_size
     if world_size is not None:
         problems += _world_problems(config, world_size)
@@ -102,6 +102,17 @@ def _model_problems(config: PretrainConfig) -> List[str]:
         + (" or switch parallel.sequence_parallel off" if field == "data.sequence_length" else "")
         for field, value, size, size_field in divisions
         if value % size
+    ]
+
+
+def _muon_problems(config: PretrainConfig) -> List[str]:
+    """Muon needs whole matrices."""
+    tensor = config.parallel.tensor_model_parallel_size
+    if config.optimizer.type != "muon" or tensor == 1:
+        return []
+    return [
+        f"parallel.tensor_model_parallel_size = {tensor}: optimizer.type = 'muon' would orthogonalise each process's "
+        "shard of a matrix instead of the matrix; set it to 1, or optimizer.type to adamw"
     ]
 
 

@@ -40,6 +40,16 @@ ONE_PASS = [PassPhase(0.0, {1: 1.0})]
         (8, {"parallel__tensor_model_parallel_size": 8}, ["model.num_attention_heads = 4", "= 8"]),
         (
             4,
+            {"parallel__tensor_model_parallel_size": 4, "optimizer__type": "muon"},
+            ["parallel.tensor_model_parallel_size = 4", "optimizer.type = 'muon'", "shard of a matrix", "set it to 1"],
+        ),
+        (
+            2,
+            {"optimizer__sharding": "megatron", "optimizer__type": "muon"},
+            ["optimizer.sharding = 'megatron'", "optimizer.type = 'muon'", "part of a matrix", "set it to none"],
+        ),
+        (
+            4,
             {"parallel__tensor_model_parallel_size": 4, "model__num_query_groups": 2},
             ["model.num_query_groups = 2"],
         ),
