@@ -10,8 +10,8 @@ from megatron_fbt.core.muon import hidden_matrices
 from megatron_fbt.core.optimizer_state import read_state
 from megatron_fbt.core.schedule import run_passes
 from megatron_fbt.training.lr_schedule import LearningRate
-from tests.distributed.model_case import Built, Grid, build, start
-from tests.distributed.recipe_case import cut, rows, small
+from tests.distributed.model_case import Built, Grid, Piece, build, piece, start
+from tests.distributed.recipe_case import cut, in_layout, rows, small
 
 PASSES = (1, 1, 2, 1, 3)
 """The fusion layer wakes up in the third step and has no gradient in the fourth."""
@@ -39,36 +39,34 @@ VARIANTS: Dict[str, Dict[str, Any]] = {
 
 @dataclass
 class Loop:
-    """Weights and states after every step, by "kind name"."""
+    """Weights and moments (Muon's momentum or AdamW's first moment) at the beginning and after every step."""
 
-    steps: List[Dict[str, torch.Tensor]]
+    weights: List[Piece]
+    moments: List[Piece]
     norms: List[float]
-
-
-def gradients(built: Built, step: int) -> Dict[str, torch.Tensor]:
-    """float32 gradients of the step's summed loss, by name."""
-    built.optimizer.zero_grad()
-    run_passes(built.stage, cut(rows(), 2, built.layout), PASSES[step], built.recipe)
-    reduce_gradients(built.optimizer.model)
-    return {name: param.main_grad.clone() for name, param in built.stage.named_parameters()}
 
 
 def ours(built: Built) -> Loop:
     """Five steps by the optimizer under test."""
-    schedule, loop, active = LearningRate(built.config.optimizer, 0, SAMPLES), Loop([], []), False
+    schedule, loop, active = LearningRate(built.config.optimizer, 0, SAMPLES), Loop([], [], []), False
+    _record(built, loop)
     for step, passes in enumerate(PASSES):
         active = active or passes > 1
         schedule.apply(built.optimizer, 4 * step)
         built.optimizer.zero_grad()
-        totals = run_passes(built.stage, cut(rows(), 2, built.layout), passes, built.recipe)
+        totals = run_passes(built.stage, cut(rows(), 1, built.layout), passes, built.recipe)
         loop.norms.append(built.optimizer.step(totals, active, False).grad_norm)
-        found = {}
-        for name, param in built.stage.named_parameters():
-            found[f"weight {name}"] = param.detach().clone()
-            for kind, value in read_state(built.optimizer.megatron, param, built.layout.data_group).items():
-                found[f"{kind} {name}"] = value
-        loop.steps.append(found)
+        _record(built, loop)
     return loop
+
+
+def _record(built: Built, loop: Loop) -> None:
+    weights = dict(built.stage.named_parameters())
+    states = {name: read_state(built.optimizer.megatron, w, built.layout.data_group) for name, w in weights.items()}
+    assert all(state["master"].to(weights[name].dtype).equal(weights[name]) for name, state in states.items())
+    moments = {name: state.get("momentum_buffer", state.get("exp_avg")) for name, state in states.items()}
+    loop.weights.append(piece(built, weights))
+    loop.moments.append(piece(built, moments))
 
 
 def separate(name: str, weight: torch.Tensor, config) -> List[torch.Tensor]:
@@ -90,7 +88,7 @@ def separate(name: str, weight: torch.Tensor, config) -> List[torch.Tensor]:
 def by_torch(built: Built) -> Loop:
     """The same steps by torch.optim.Muon and torch.optim.AdamW on copies of the weights."""
     config, stage = built.config, built.stage
-    options, loop = config.optimizer, Loop([], [])
+    options, loop = config.optimizer, Loop([piece(built, dict(stage.named_parameters()))], [], [])
     names = [name for name, _ in stage.named_parameters()]
     hidden = [n for n in names if n.endswith("weight") and ("linear" in n or "fusion" in n)]
     assert sorted(hidden) == sorted(hidden_matrices(stage))
@@ -109,7 +107,10 @@ def by_torch(built: Built) -> Loop:
         else:
             optimizers[name] = torch.optim.AdamW(parts[name], betas=(0.9, 0.95), eps=1e-8)
     for step in range(len(PASSES)):
-        found = gradients(built, step)
+        built.optimizer.zero_grad()
+        run_passes(stage, cut(rows(), 1, built.layout), PASSES[step], built.recipe)
+        reduce_gradients(built.optimizer.model)
+        found = {name: param.main_grad.clone() for name, param in stage.named_parameters()}
         tokens = rows().loss_mask.sum().item()
         norm = sum((value.double() / tokens).square().sum() for value in found.values()).sqrt().item()
         decay = min(1.0, (SAMPLES - 4 * step) / 5)
@@ -127,12 +128,12 @@ def by_torch(built: Built) -> Loop:
             optimizer.step()
         with torch.no_grad():
             for name, param in stage.named_parameters():
-                param.copy_(together(name, parts[name], config))
-        loop.steps.append({f"weight {n}": p.detach().clone() for n, p in stage.named_parameters()})
+                param.copy_(joined(name, parts[name], config))
+        loop.weights.append(piece(built, dict(stage.named_parameters())))
     return loop
 
 
-def together(name: str, parts: List[torch.Tensor], config) -> torch.Tensor:
+def joined(name: str, parts: List[torch.Tensor], config) -> torch.Tensor:
     """The inverse of `separate`, through the numbers of the rows."""
     if len(parts) == 1:
         return parts[0].detach()
@@ -144,7 +145,7 @@ def together(name: str, parts: List[torch.Tensor], config) -> torch.Tensor:
     return weight
 
 
-def loops(rank: int, world_size: int) -> Dict[str, Any]:
+def alone(rank: int, world_size: int) -> Dict[str, Any]:
     """{variant: (ours, by torch)} in one process."""
     layout = start(Grid())
     found = {}
@@ -152,3 +153,10 @@ def loops(rank: int, world_size: int) -> Dict[str, Any]:
         case = small(name, **SETTINGS, **fields)
         found[name] = (ours(build(case, Grid(), layout)), by_torch(build(case, Grid(), layout)))
     return found
+
+
+def together(rank: int, world_size: int) -> Dict[str, Loop]:
+    """The first variant in layouts of two processes."""
+    case = small("", **SETTINGS, **VARIANTS["grouped queries"])
+    grids = (Grid(data=2), Grid(pipeline=2))
+    return {str(g): in_layout(g, {"": lambda layout, g=g: ours(build(case, g, layout))})[""] for g in grids}
