@@ -1,7 +1,7 @@
 """Trade of memory for time."""
 
 from dataclasses import dataclass
-from typing import List
+from typing import List, Literal
 
 from megatron_fbt.config.rules import Rules, Section
 
@@ -12,6 +12,11 @@ class MemoryConfig(Section):
 
     deallocate_pipeline_outputs: bool = True
     """Free a stage's output once it has been sent (pipeline parallel only)."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward instead of kept. selective: attention. full: every layer, from its input."""
+    recompute_passes: Literal["all", "early"] = "all"
+    """Passes that recompute; early = all but a batch's last one, whose activations are used up first."""
 
     def problems(self) -> List[str]:
         """See Section."""

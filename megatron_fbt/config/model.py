@@ -25,12 +25,22 @@ class ModelConfig(Section):
     """Size of one head; null = hidden_size / num_attention_heads."""
     qk_layernorm: bool = False
     """RMSNorm on queries and keys, per head."""
+    attention_output_gate: bool = False
+    """Multiply each attention output by a sigmoid gate computed from the layer's input, element by element."""
+    sliding_window: Optional[int] = None
+    """Positions that a query sees, its own included; null = all earlier ones."""
+    window_attn_skip_freq: Optional[int] = None
+    """Every n-th layer (counted from 1) sees all earlier positions in spite of sliding_window; null = no layer does."""
     layernorm_epsilon: float = 1e-5
     """Epsilon of every norm, the weightless N of the fusion included."""
     rotary_base: float = 10000.0
     """Base of the rotary position embedding."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; residual outputs use std / sqrt(2 num_layers)."""
+    """Standard deviation of the initial weights."""
+    scaled_init: bool = True
+    """Depth scaling: the residual branches' output projections start with init_method_std / sqrt(2 num_layers)."""
+    residual_multiplier: float = 1.0
+    """Each residual branch (attention, MLP) is multiplied by this before it is added."""
     attention_dropout: float = 0.0
     """Dropout on attention probabilities."""
     hidden_dropout: float = 0.0
@@ -61,17 +71,26 @@ class ModelConfig(Section):
         """Inner width of the MLP."""
         return self.ffn_hidden_size or math.ceil(8 * self.hidden_size / 3 / 64) * 64
 
+    def window_of(self, layer_number: int) -> Optional[int]:
+        """Positions that a query sees in a layer (counted from 1), its own included; None = all earlier ones."""
+        skips = self.window_attn_skip_freq is not None and layer_number % self.window_attn_skip_freq == 0
+        return None if skips else self.sliding_window
+
     def problems(self) -> List[str]:
         """See Section."""
         rules = Rules("model", self)
         rules.integers("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
         rules.integers("kv_channels", "vocab_size", "make_vocab_size_divisible_by")
-        rules.numbers("layernorm_epsilon", "rotary_base", "init_method_std", above=True)
+        rules.integers("sliding_window", "window_attn_skip_freq")
+        rules.numbers("layernorm_epsilon", "rotary_base", "init_method_std", "residual_multiplier", above=True)
         rules.numbers("attention_dropout", "hidden_dropout", high=1.0, below=True)
         if rules.usable("num_attention_heads", "num_query_groups"):
             groups, heads = self.query_groups, self.num_attention_heads
             why = f"model.num_attention_heads = {heads} is not a multiple of it"
             rules.require(heads % groups == 0, "num_query_groups", why, f"give a divisor of {heads}")
+        if rules.usable("sliding_window", "window_attn_skip_freq") and self.window_attn_skip_freq is not None:
+            why, remedy = "there is no window that layers could skip", "set model.sliding_window, or this to null"
+            rules.require(self.sliding_window is not None, "window_attn_skip_freq", why, remedy)
         if rules.usable("hidden_size", "num_attention_heads", "kv_channels"):
             self._head_size_rules(rules)
         return rules.problems

@@ -12,13 +12,19 @@ class ParallelConfig(Section):
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    num_layers_in_first_pipeline_stage: Optional[int] = None
+    """Layers of the first stage, which also embeds and fuses; null = as many as the others."""
+    num_layers_in_last_pipeline_stage: Optional[int] = None
+    """Layers of the last stage, which also holds the output head, run once in each pass; null = as the others."""
     context_parallel_size: int = 1
     sequence_parallel: bool = False
     """Split the sequence over the tensor-parallel ranks outside of attention and MLP."""
     world_size: Optional[int] = None
     """Processes of the whole run; null = the launcher's WORLD_SIZE. With it, --dry_run checks a cluster's layout."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients during the backward pass. Not available yet: refused."""
+    """Reduce gradients over data-parallel ranks while the backward of the last micro-batch's first pass runs."""
+    overlap_param_gather: bool = False
+    """Gather updated weights during the next forward (optimizer.sharding megatron). Not available: refused."""
     collective_timeout_s: float = 600.0
     """Seconds after which a hanging collective ends the run."""
 
@@ -39,7 +45,8 @@ class ParallelConfig(Section):
             why = f"needs tensor parallelism, but parallel.{sizes[0]} = {self.tensor_model_parallel_size}"
             remedy = f"set it to false, or parallel.{sizes[0]} to 2 or more"
             rules.require(self.tensor_model_parallel_size > 1, "sequence_parallel", why, remedy)
-        if rules.usable("overlap_grad_reduce") and self.overlap_grad_reduce:
-            why = "with a pass count that changes from batch to batch, overlapped reduction gives wrong gradients"
-            rules.add("overlap_grad_reduce", why, "set it to false")
+        if rules.usable("overlap_param_gather") and self.overlap_param_gather:
+            why = "the K views of a stage read its weights without the module whose calls would wait for the gather"
+            rules.add("overlap_param_gather", why, "set it to false")
+        rules.integers("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         return rules.problems

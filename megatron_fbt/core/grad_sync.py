@@ -1,6 +1,6 @@
 """Gradient buffers, their reduction over ranks, and Megatron-Core's optimizer over them."""
 
-from typing import List
+from typing import List, Optional
 
 import torch
 from megatron.core import tensor_parallel
@@ -20,21 +20,51 @@ FUSION_GROUP = "fusion"
 """Key that marks the fusion layer's parameter group, which starts dormant."""
 
 
-def wrap_for_data_parallel(stage: FBTStage, sharding: str) -> DistributedDataParallel:
+def wrap_for_data_parallel(
+    stage: FBTStage, sharding: str, overlap: bool = False, bucket_size: Optional[int] = None
+) -> DistributedDataParallel:
     """Give the stage's parameters fp32 gradient buffers that are summed (not averaged) over data-parallel ranks.
 
     Args:
         stage: this rank's stage; the K pass views run it directly, so the gradients of all passes add up here.
         sharding: optimizer.sharding.
+        overlap: parallel.overlap_grad_reduce.
+        bucket_size: parameters reduced together when overlapping; None = Megatron-Core's choice.
     """
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=sharding == "megatron"
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=sharding == "megatron",
+        bucket_size=bucket_size,
     )
-    return DistributedDataParallel(stage.config, options, stage)
+    model = DistributedDataParallel(stage.config, options, stage)
+    for group in model.bucket_groups:
+        # Megatron-Core would count in the first batch how often a parameter's gradient arrives, and a batch with
+        # another number of passes would then reduce too early or never. Armed for the last backward alone, it is once.
+        group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
+        group.is_first_batch = False
+    return model
+
+
+def disarm_reduction(model: DistributedDataParallel) -> None:
+    """Let gradients add up without being reduced; to be called before the first backward of a step."""
+    for group in model.bucket_groups:
+        group.is_last_microbatch = False
+
+
+def arm_reduction(model: DistributedDataParallel) -> None:
+    """Reduce each bucket as soon as its gradients arrive; to be called when the last backward of a step begins."""
+    for group in model.bucket_groups:
+        group.is_last_microbatch = True
 
 
 def reduce_gradients(model: DistributedDataParallel) -> None:
     """Sum gradients over data-parallel ranks, sequence shards (norms) and the two copies of a tied embedding."""
+    if model.ddp_config.overlap_grad_reduce:
+        for group in model.bucket_groups:
+            # The last backward is that of pass 1, which has no gradient for the fusion layer.
+            if group.grad_reduce_handle is None:
+                group.start_grad_sync()
     finalize_model_grads([model])
 
 

@@ -7,7 +7,7 @@ stage's chunk k + 1. So that schedule runs the K passes unchanged.
 
 import copy
 from dataclasses import dataclass, replace
-from typing import List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -28,11 +28,21 @@ class Recipe:
     feedback: FeedbackConfig
     seed: int
     training: bool
+    extra_factor: float = 1.0
+    """Factor of the extra passes' weight in this step, see LossWeightsConfig.warmup_steps."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log sum exp of the logits in this step."""
+
+    def weights(self, passes: int) -> List[float]:
+        """Weight of each pass in the loss of this step."""
+        return pass_loss_weights(self.feedback.loss_weights, passes, self.extra_factor)
 
     def fused(self, batch: MicroBatch, pass_number: int) -> torch.Tensor:
-        """Positions fused in a pass: [b, s] bool. Validation fuses all but document starts."""
+        """Positions fused in a pass: [b, s] bool. Validation has no mix-in; with granularity prompt the data decide."""
         prefix = self.feedback.prefix if self.training else replace(self.feedback.prefix, probability=0.0)
-        return fused_positions(prefix, batch.document_starts, batch.sample_ids, pass_number, self.seed)
+        return fused_positions(
+            prefix, batch.document_starts, batch.sample_ids, pass_number, self.seed, batch.feedback_region
+        )
 
     @property
     def jitter_scale(self) -> float:
@@ -41,10 +51,14 @@ class Recipe:
 
 
 class PassTotals:
-    """Sums of the masked NLL of each pass and of the loss tokens, over the micro-batches of this rank."""
+    """Sums of the masked NLL of each pass, of the z-loss and of the loss tokens, over this rank's micro-batches.
+
+    nll is not weighted; z_loss is what it adds to the objective, with its coefficient and the weights of the passes.
+    """
 
     def __init__(self, passes: int, device: torch.device):
         self.nll = torch.zeros(passes, device=device)
+        self.z_loss = torch.zeros((), device=device)
         self.tokens = torch.zeros((), device=device)
 
     def add(self, pass_index: int, nll: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -52,6 +66,36 @@ class PassTotals:
         self.nll[pass_index] += nll.detach()
         if pass_index == 0:
             self.tokens += tokens
+
+
+class _CallInBackward(torch.autograd.Function):
+    """Identity whose backward calls a function first."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        """Return x."""
+        ctx.function = function
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        """Call the function; the gradient is unchanged."""
+        ctx.function()
+        return grad, None
+
+
+@dataclass(frozen=True)
+class LastBackward:
+    """What is called when the last backward of a step begins: that of the first pass of the last micro-batch."""
+
+    batch: MicroBatch
+    function: Callable[[], None]
+
+    def watch(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The output, unchanged; if it is the last micro-batch's, its backward calls the function."""
+        if batch is not self.batch or not output.requires_grad:
+            return output
+        return _CallInBackward.apply(output, self.function)
 
 
 class PassView(torch.nn.Module):
@@ -72,6 +116,7 @@ class PassView(torch.nn.Module):
         self.vp_stage, self.weights, self.recipe, self.totals = index, weights, recipe, totals
         self.config, self.model_type = config, stage.model_type
         self.received: Optional[torch.Tensor] = None
+        self.last_backward: Optional[LastBackward] = None
 
     @property
     def is_last_pass(self) -> bool:
@@ -92,15 +137,19 @@ class PassView(torch.nn.Module):
         stage = self.stage
         hidden = self._first_inputs(batch) if stage.pre_process else self.received
         self.received = None
-        states = stage.run_layers(hidden, batch.document_starts.size(1))
-        if not stage.post_process:
-            return states
-        loss = self._weighted_loss(states, batch)
-        if self.is_last_pass:
-            return loss
-        attached = AttachLoss.apply(states, loss)
-        # The identity returns a view, which Megatron-Core's output deallocation refuses.
-        return make_viewless_tensor(inp=attached, requires_grad=attached.requires_grad, keep_graph=True)
+        states = stage.run_layers(hidden, batch.document_starts, self._recompute())
+        output = states
+        if stage.post_process:
+            loss = self._weighted_loss(states, batch)
+            output = loss if self.is_last_pass else AttachLoss.apply(states, loss)
+        if self.last_backward is not None:
+            output = self.last_backward.watch(output, batch)
+        # An identity returns a view, which Megatron-Core's output deallocation refuses.
+        return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True)
+
+    def _recompute(self) -> str:
+        memory = self.stage.memory
+        return "none" if memory.recompute_passes == "early" and self.is_last_pass else memory.recompute
 
     def _first_inputs(self, batch: MicroBatch) -> torch.Tensor:
         if self.vp_stage == 0:
@@ -120,10 +169,17 @@ class PassView(torch.nn.Module):
 
     def _weighted_loss(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Weighted sum of the masked losses of this pass (a scalar)."""
-        mask = batch.loss_mask.t()
-        nll = (self.stage.losses(states, batch.labels) * mask).sum()
+        mask, weight = batch.loss_mask.t(), self.weights[self.vp_stage]
+        if self.recipe.z_loss == 0:
+            nll = (self.stage.losses(states, batch.labels) * mask).sum()
+            self.totals.add(self.vp_stage, nll, mask.sum())
+            return nll * weight
+        losses, normalizers = self.stage.losses_and_normalizers(states, batch.labels)
+        nll = (losses * mask).sum()
+        z_loss = (normalizers.square() * mask).sum() * (self.recipe.z_loss * weight)
         self.totals.add(self.vp_stage, nll, mask.sum())
-        return nll * self.weights[self.vp_stage]
+        self.totals.z_loss += z_loss.detach()
+        return nll * weight + z_loss
 
 
 class UnrolledPasses(torch.nn.Module):
@@ -132,6 +188,7 @@ class UnrolledPasses(torch.nn.Module):
     def __init__(self, views: Sequence[PassView]):
         super().__init__()
         object.__setattr__(self, "views", list(views))
+        self.last_backward: Optional[LastBackward] = None
         self.config, self.model_type = views[0].config, views[0].model_type
 
     def set_input_tensor(self, tensors) -> None:
@@ -143,7 +200,7 @@ class UnrolledPasses(torch.nn.Module):
         for view in self.views:
             view.set_input_tensor(output)
             output = view(batch)
-        return output
+        return output if self.last_backward is None else self.last_backward.watch(output, batch)
 
 
 def _schedule_config(stage: FBTStage, passes: int):
@@ -165,7 +222,12 @@ def _forward_step(iterator, view):
 
 
 def run_passes(
-    stage: FBTStage, micro_batches: Sequence[MicroBatch], passes: int, recipe: Recipe, forward_only: bool = False
+    stage: FBTStage,
+    micro_batches: Sequence[MicroBatch],
+    passes: int,
+    recipe: Recipe,
+    forward_only: bool = False,
+    on_last_backward: Optional[Callable[[], None]] = None,
 ) -> PassTotals:
     """Forward and, unless forward_only, backward of K passes over the micro-batches of this rank.
 
@@ -178,14 +240,16 @@ def run_passes(
         passes: K, the same on every rank.
         recipe: prefix mix-in and jitter.
         forward_only: no backward.
+        on_last_backward: called when the last backward begins, after which every gradient arrives once.
 
     Returns:
         Sums on the last stage's ranks; zeros elsewhere.
     """
-    weights = pass_loss_weights(recipe.feedback.loss_weights, passes)
+    weights = recipe.weights(passes)
     totals = PassTotals(passes, stage.layout.device)
     config = _schedule_config(stage, passes)
     views = [PassView(stage, index, weights, recipe, totals, config) for index in range(passes)]
+    last_backward = on_last_backward and LastBackward(micro_batches[-1], on_last_backward)
     common = {
         "forward_step_func": _forward_step,
         "num_microbatches": len(micro_batches),
@@ -195,8 +259,11 @@ def run_passes(
     }
     if stage.layout.pipeline_size == 1:
         chunk = UnrolledPasses(views)
+        chunk.last_backward = last_backward
         schedules.forward_backward_no_pipelining(data_iterator=iter(micro_batches), model=chunk, **common)
-    elif passes == 1:
+        return totals
+    views[0].last_backward = last_backward
+    if passes == 1:
         schedules.forward_backward_pipelining_without_interleaving(
             data_iterator=iter(micro_batches), model=views[0], **common
         )

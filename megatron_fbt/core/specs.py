@@ -7,17 +7,19 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from megatron_fbt.config.model import ModelConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.backends import resolve_backend
+from megatron_fbt.core.recompute import RecomputingAttention, RecomputingLayer
 from megatron_fbt.model.layers import RMSNorm, SDPAttention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,6 +40,9 @@ def transformer_config(config: PretrainConfig) -> TransformerConfig:
         num_query_groups=model.query_groups,
         kv_channels=model.head_size,
         qk_layernorm=model.qk_layernorm,
+        attention_output_gate=model.attention_output_gate,
+        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        window_attn_skip_freq=model.window_attn_skip_freq,
         layernorm_epsilon=model.layernorm_epsilon,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
@@ -58,6 +63,8 @@ def transformer_config(config: PretrainConfig) -> TransformerConfig:
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         deallocate_pipeline_outputs=config.memory.deallocate_pipeline_outputs,
@@ -91,8 +98,27 @@ def _mlp(submodules: MLPSubmodules) -> Union[ModuleSpec, Callable]:
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
-def layer_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
+def _add_branch(multiplier: float) -> Callable:
+    """Megatron-Core's dropout and residual addition; the branch is multiplied first."""
+    if multiplier == 1.0:
+        return get_bias_dropout_add
+
+    def scaled(training: bool, fused: bool) -> Callable:
+        add = get_bias_dropout_add(training, fused)
+
+        def add_scaled(branch, residual, prob):
+            output, bias = branch
+            assert bias is None, "layers have no biases"
+            return add((output * multiplier, None), residual, prob)
+
+        return add_scaled
+
+    return scaled
+
+
+def layer_spec(config: TransformerConfig, backend: str, residual_multiplier: float = 1.0) -> ModuleSpec:
     """One pre-norm transformer layer; parameter names are the same in both backends."""
+    add_branch = _add_branch(residual_multiplier)
     parts = _layer_parts(backend)
     qk_norm = parts["norm"] if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -103,22 +129,23 @@ def layer_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
         k_layernorm=qk_norm,
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=RecomputingLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts["norm"],
             self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                module=RecomputingAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add_branch,
             pre_mlp_layernorm=parts["norm"],
             mlp=_mlp(MLPSubmodules(linear_fc1=parts["column"], linear_fc2=parts["row"])),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add_branch,
         ),
     )
 
 
-def block_spec(config: TransformerConfig, transformer_impl: str) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, model: ModelConfig) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and its final norm."""
-    backend = resolve_backend(transformer_impl)
-    layers: List[ModuleSpec] = [layer_spec(config, backend)] * get_num_layers_to_build(config)
+    backend = resolve_backend(model.transformer_impl)
+    layer = layer_spec(config, backend, model.residual_multiplier)
+    layers: List[ModuleSpec] = [layer] * get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_layer_parts(backend)["norm"])

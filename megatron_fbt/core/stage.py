@@ -3,12 +3,11 @@
 Shapes: s sequence, b micro batch, h hidden; states between stages are [s/tp, b, h] under sequence parallelism.
 """
 
-from typing import Dict, Optional
+from typing import Dict, Optional, Tuple
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -17,12 +16,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.attention_context import AttentionContext
 from megatron_fbt.core.parallel import Layout
+from megatron_fbt.core.recompute import set_recompute
 from megatron_fbt.core.specs import block_spec, transformer_config
 from megatron_fbt.model.fusion import build_fusion
 from megatron_fbt.model.initialise import global_name, initialise_parameters
 from megatron_fbt.model.layers import rms_normalize
-from megatron_fbt.model.loss import token_losses
+from megatron_fbt.model.loss import token_losses, token_losses_and_normalizers
 
 
 class FBTStage(LanguageModule):
@@ -40,7 +41,7 @@ class FBTStage(LanguageModule):
         super().__init__(config=mcore, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
         self.layout = layout
         self.vocab_size = vocab_size
-        self.input_norm = config.model.input_norm
+        self.input_norm, self.memory = config.model.input_norm, config.memory
         self.pre_process, self.post_process = layout.is_first_stage, layout.is_last_stage
         self.share_embeddings_and_output_weights = config.model.share_embeddings_and_output_weights
         self.model_type = ModelType.encoder_or_decoder
@@ -50,16 +51,10 @@ class FBTStage(LanguageModule):
                 mcore, padded_vocab_size, sequence_length, position_embedding_type="rope", tp_group=self.tp_group
             )
             self.fusion = build_fusion(config.feedback.fusion, mcore, resolved_input_scale(config), self.tp_group)
-        self.rotary_pos_emb = RotaryEmbedding(
-            kv_channels=mcore.kv_channels,
-            rotary_percent=1.0,
-            rotary_base=config.model.rotary_base,
-            use_cpu_initialization=mcore.use_cpu_initialization,
-            cp_group=self.cp_group,
-        )
+        self.context = AttentionContext(config, mcore, self.cp_group)
         self.decoder = TransformerBlock(
             mcore,
-            block_spec(mcore, config.model.transformer_impl),
+            block_spec(mcore, config.model),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,
@@ -112,18 +107,18 @@ class FBTStage(LanguageModule):
             return plain
         return torch.where(fused[..., None], self.fusion(normed, states), plain)
 
-    def run_layers(self, hidden: torch.Tensor, sequence_length: int) -> torch.Tensor:
+    def run_layers(self, hidden: torch.Tensor, document_starts: torch.Tensor, recompute: str = "none") -> torch.Tensor:
         """Run this stage's layers and, on the last stage, the final norm.
 
         Args:
             hidden: [s/tp, b, h].
-            sequence_length: s, of the whole row.
+            document_starts: [b, s] bool, of the whole row.
+            recompute: memory.recompute, for this call.
         """
+        set_recompute(self.decoder, recompute)
         if not self.pre_process:
             self.decoder.set_input_tensor(hidden)
-        return self.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=self.rotary_pos_emb(sequence_length)
-        )
+        return self.decoder(hidden_states=hidden, **self.context.of(document_starts, hidden.dtype))
 
     def losses(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Negative log-likelihood of each label given top states.
@@ -137,6 +132,11 @@ class FBTStage(LanguageModule):
         """
         layout = self.layout
         return token_losses(self.logits(states), labels, self.vocab_size, layout.tensor_rank, layout.tensor_size)
+
+    def losses_and_normalizers(self, states: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        """As losses, and log sum exp of the logits over the real vocabulary, which a z-loss needs; both [s, b]."""
+        place = (self.vocab_size, self.layout.tensor_rank, self.layout.tensor_size)
+        return token_losses_and_normalizers(self.logits(states), labels, *place)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[s/tp, b, h] -> [s, b, v/tp], this rank's part of the padded vocabulary."""

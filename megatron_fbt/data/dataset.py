@@ -5,16 +5,19 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple, Union
 
 import numpy
 import torch
-import torch.distributed as dist
 
 from megatron_fbt.config.data import parse_split
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.data.conversations import open_conversations, prepare_conversations
+from megatron_fbt.data.first_rank import first_rank_first, from_first_rank, is_first_rank
 from megatron_fbt.data.indexed import check_ids, check_indexed, quiet_megatron
-from megatron_fbt.errors import ConfigError, DataError, FBTError
+from megatron_fbt.data.packing import PackedRows, conversation_rows
+from megatron_fbt.data.splits import document_ranges
+from megatron_fbt.errors import ConfigError, DataError
 
 with quiet_megatron():
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -61,8 +64,8 @@ class Rows(torch.utils.data.Dataset):
 class Datasets:
     """Rows of each split; ``valid`` is None when there is nothing to validate on."""
 
-    train: Rows
-    valid: Optional[Rows]
+    train: Union[Rows, PackedRows]
+    valid: Union[Rows, PackedRows, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +107,27 @@ def build_datasets(config: PretrainConfig, tokenizer, train_samples: int, valid_
     parts = parse_split(config.data.split)
     if train_samples < 1:
         raise ConfigError(f"the run has {train_samples} training samples; training needs at least one step")
-    if config.data.reset_attention_mask:
-        raise ConfigError("data.reset_attention_mask is true: attention across documents is not masked yet; use false")
     tokenizer.eod  # noqa: B018  refused before any data are read
+    if config.data.format == "conversations":
+        return _build_conversations(config, tokenizer, train_samples, valid_samples)
 
     def build() -> Datasets:
         sources = [_open(config, tokenizer, prefix, weight) for prefix, weight in zip(paths, weights, strict=True)]
         builder = _SplitBuilder(config, tokenizer, sources, parts)
         return Datasets(builder.train(train_samples), builder.valid(valid_samples))
 
-    return _first_rank_first(build)
+    return first_rank_first(build)
+
+
+def _build_conversations(config: PretrainConfig, tokenizer, train_samples: int, valid_samples: int) -> Datasets:
+    folder = from_first_rank(lambda: prepare_conversations(config.data, _cache_folder(config), tokenizer))
+
+    def build() -> Datasets:
+        conversations = open_conversations(folder, config.data.mmap)
+        seed, pad = config.run.seed, tokenizer.eod
+        return Datasets(*conversation_rows(config.data, conversations, train_samples, valid_samples, pad, seed))
+
+    return first_rank_first(build)
 
 
 def blend_weights(paths: Sequence[str], weights: Optional[Sequence[float]]) -> List[Optional[float]]:
@@ -132,18 +146,6 @@ def blend_weights(paths: Sequence[str], weights: Optional[Sequence[float]]) -> L
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(f"data.weights: {weight} for {path}; they must be positive; leave unused data sets out")
     return [float(weight) for weight in weights]
-
-
-def document_ranges(parts: Sequence[float], documents: int) -> List[Tuple[int, int]]:
-    """First and end document of each split, as Megatron-Core rounds them.
-
-    Args:
-        parts: Relative sizes of the splits, at least one of them positive.
-        documents: Documents of the data set.
-    """
-    ends = numpy.cumsum(numpy.array(parts, dtype=numpy.float64)) / sum(parts)
-    bounds = [0, *(int(round(float(end) * documents)) for end in ends)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
 class _SplitBuilder:
@@ -165,7 +167,7 @@ class _SplitBuilder:
                     "tokens; give training a larger part or leave the data set out"
                 )
         total = sum(self._tokens(source, Split.train) for source in self._sources)
-        if total <= self._length and _is_first_rank():
+        if total <= self._length and is_first_rank():
             logger.warning("%d tokens of training data do not fill a row of %d: rows repeat them", total, self._length)
         return self._rows(self._sources, Split.train, samples)
 
@@ -174,7 +176,7 @@ class _SplitBuilder:
             return None
         sources = [source for source in self._sources if self._tokens(source, Split.valid) > self._length]
         for source in self._sources:
-            if source not in sources and _is_first_rank():
+            if source not in sources and is_first_rank():
                 logger.info(
                     "data set %s has no part in validation: data.split %s gives it %d documents with %d tokens, and a "
                     "row needs %d",
@@ -184,7 +186,7 @@ class _SplitBuilder:
                     self._tokens(source, Split.valid),
                     self._length + 1,
                 )
-        if not sources and _is_first_rank():
+        if not sources and is_first_rank():
             logger.warning("validation is off: data.split %s leaves no row for it", self._config.data.split)
         if not sources:
             return None
@@ -239,14 +241,14 @@ class _SplitBuilder:
         return int(source.indexed.sequence_lengths[first:end].sum(dtype=numpy.int64))
 
 
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _cache_folder(config: PretrainConfig) -> str:
+    return config.data.cache_dir or os.path.join(config.run.dir, "data_cache")
 
 
 def _open(config: PretrainConfig, tokenizer, prefix: str, weight: Optional[float]) -> _Source:
-    if _is_first_rank():
+    if is_first_rank():
         check_indexed(prefix, tokenizer.vocab_size)
-    cache = config.data.cache_dir or os.path.join(config.run.dir, "data_cache")
+    cache = _cache_folder(config)
     try:
         indexed = IndexedDataset(prefix, multimodal=False, mmap=config.data.mmap)
         return _Source(prefix, indexed, os.path.join(cache, _fingerprint(prefix)), weight)
@@ -268,31 +270,3 @@ def _fingerprint(prefix: str) -> str:
             stream.seek(block * step)
             digest.update(stream.read(step))
     return digest.hexdigest()[:16]
-
-
-def _first_rank_first(build: Callable[[], Datasets]) -> Datasets:
-    """Build on rank 0, then on the others, which find the index cache filled; a failure ends all ranks."""
-    if not dist.is_initialized():
-        return build()
-    result, failure = None, None
-    for turn_of_first in (True, False):
-        if (dist.get_rank() == 0) == turn_of_first:
-            try:
-                result = build()
-            except Exception as error:  # the others are waiting, whatever went wrong
-                failure = error
-        _fail_together(failure)
-    return result
-
-
-def _fail_together(failure: Optional[Exception]) -> None:
-    messages: List[Optional[Tuple[str, bool]]] = [None] * dist.get_world_size()
-    mine = None if failure is None else (str(failure), isinstance(failure, ConfigError))
-    dist.all_gather_object(messages, mine)
-    if failure is not None:
-        if isinstance(failure, FBTError):
-            raise failure
-        raise DataError(f"the data sets cannot be built: {type(failure).__name__}: {failure}") from failure
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise (ConfigError if message[1] else DataError)(f"rank {rank}: {message[0]}")

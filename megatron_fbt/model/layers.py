@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from megatron_fbt.model.attention_mask import AttentionMasks
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,7 +44,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class SDPAttention(torch.nn.Module):
-    """Causal attention by PyTorch's scaled_dot_product_attention, in the place of Megatron-Core's core attention."""
+    """Causal attention by PyTorch's scaled_dot_product_attention, in the place of Megatron-Core's core attention.
+
+    Megatron-Core hands the attention mask through untouched: here it is the AttentionMasks of the micro-batch, of which
+    a layer takes the one for its kind.
+    """
 
     def __init__(
         self,
@@ -55,37 +62,44 @@ class SDPAttention(torch.nn.Module):
     ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask, **unused
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Optional[AttentionMasks],
+        **unused,
     ) -> torch.Tensor:
-        """Attend causally.
+        """Attend to what the masks let a query see, causally.
 
         Args:
             query: [s, b, np, hn].
             key: [s, b, ng, hn].
             value: [s, b, ng, hn].
-            attention_mask: must be None.
+            attention_mask: None = all earlier positions.
 
         Returns:
             [s, b, np * hn].
         """
-        assert attention_mask is None, "packed documents are not masked by this backend"
+        assert attention_mask is not None or not self.windowed, "a layer with a window needs its mask"
+        mask = attention_mask and (attention_mask.window if self.windowed else attention_mask.full)
         repeats = query.size(2) // key.size(2)
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
         heads = [x.permute(1, 2, 0, 3) for x in (query, key, value)]  # [b, np, s, hn]
         if self.training and self.dropout > 0:
             with get_cuda_rng_tracker().fork():  # tensor-parallel ranks hold different heads: different masks
-                context = self._attend(*heads, self.dropout)
+                context = self._attend(*heads, mask, self.dropout)
         else:
-            context = self._attend(*heads, 0.0)
+            context = self._attend(*heads, mask, 0.0)
         return context.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, query, key, value, dropout: float) -> torch.Tensor:
+    def _attend(self, query, key, value, mask: Optional[torch.Tensor], dropout: float) -> torch.Tensor:
         """[b, np, s, hn] -> the same shape."""
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=self.softmax_scale
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=self.softmax_scale
         )

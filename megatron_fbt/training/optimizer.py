@@ -1,19 +1,23 @@
 """One optimizer step: reduce, measure, clip, update, with a single host synchronisation."""
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass
-from typing import Iterator, List
+from typing import Callable, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_fbt.config.feedback import LossWeightsConfig
 from megatron_fbt.config.optimizer import OptimizerConfig
 from megatron_fbt.core.cpu import cuda_type_names
 from megatron_fbt.core.grad_sync import (
     FUSION_GROUP,
+    arm_reduction,
     build_megatron_optimizer,
+    disarm_reduction,
     main_gradients,
     norm_weights,
     reduce_gradients,
@@ -37,6 +41,8 @@ class StepReport:
     """The loss or the gradient was not finite: nothing was updated."""
     stop_requested: bool
     """Some rank was asked to stop."""
+    z_loss: float = 0.0
+    """What the z-loss adds to the objective."""
 
 
 def clip_factor(grad_norm: float, clip_grad: float) -> float:
@@ -45,7 +51,7 @@ def clip_factor(grad_norm: float, clip_grad: float) -> float:
 
 
 class Optimizer:
-    """AdamW by Megatron-Core, plain or with its states sharded over data-parallel ranks.
+    """AdamW by Megatron-Core, plain or with its states sharded over data-parallel ranks, or Muon and AdamW.
 
     Gradients arrive as sums over loss tokens. The global token count, the sum of squares, the losses of the passes and
     the stop flag travel in one reduction; division and clipping are then one multiplication.
@@ -60,7 +66,7 @@ class Optimizer:
         self.config, self.model, self.layout = config, model, layout
         self.megatron = build_megatron_optimizer(config, model)
         self.updates = 0
-        """Updates made so far: Adam's step count."""
+        """Updates made so far: the optimizer's step count."""
         self.fusion_updates = 0
         """Updates of the fusion layer, which sleeps until the first multi-pass batch."""
 
@@ -73,6 +79,13 @@ class Optimizer:
         """Clear the gradient buffers."""
         self.model.zero_grad_buffer()
         self.megatron.zero_grad()
+        disarm_reduction(self.model)
+
+    @property
+    def on_last_backward(self) -> Optional[Callable[[], None]]:
+        """What run_passes must call when the last backward begins; None where gradients are reduced afterwards."""
+        overlap = self.model.ddp_config.overlap_grad_reduce
+        return functools.partial(arm_reduction, self.model) if overlap else None
 
     def step(self, totals: PassTotals, fusion_active: bool, stop_requested: bool) -> StepReport:
         """Finish one global batch.
@@ -101,22 +114,23 @@ class Optimizer:
     @torch.no_grad()
     def _measure(self, totals: PassTotals, stop_requested: bool) -> StepReport:
         layout = self.layout
-        local = torch.zeros(3 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
+        local = torch.zeros(4 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
         counted = float(self.config.sharding == "megatron" or layout.data_rank == 0)
         for gradient, weight in zip(main_gradients(self.megatron), norm_weights(self.megatron)):
             squares = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
             local[0] += counted * weight * squares  # 0 * NaN is NaN: a bad copy is noticed on every rank
         if layout.is_last_stage and layout.tensor_rank == 0:
             local[1] = totals.tokens
-            local[3:] = totals.nll
+            local[3] = totals.z_loss
+            local[4:] = totals.nll
         local[2] = float(stop_requested)
         dist.all_reduce(local)
-        squares, tokens, stops, *sums = local.tolist()  # the step's one host synchronisation
+        squares, tokens, stops, z_loss, *sums = local.tolist()  # the step's one host synchronisation
         divisor = max(tokens, 1.0)
-        losses = [nll / divisor for nll in sums]
+        losses, z_loss = [nll / divisor for nll in sums], z_loss / divisor
         norm = math.sqrt(squares) / divisor
-        finite = math.isfinite(norm) and all(map(math.isfinite, losses))
-        return StepReport(losses, norm, int(tokens) if finite else 0, not finite, stops > 0)
+        finite = math.isfinite(norm) and all(map(math.isfinite, [*losses, z_loss]))
+        return StepReport(losses, norm, int(tokens) if finite else 0, not finite, stops > 0, z_loss)
 
     @contextlib.contextmanager
     def _dormant_fusion(self, active: bool) -> Iterator[None]:
@@ -131,7 +145,7 @@ class Optimizer:
             inner.param_groups = groups
 
 
-def total_loss(loss_per_pass: List[float], loss_weights) -> float:
-    """The objective of a step from its per-pass losses (method section 3)."""
-    weights = pass_loss_weights(loss_weights, len(loss_per_pass))
+def total_loss(loss_per_pass: List[float], loss_weights: LossWeightsConfig, extra_factor: float = 1.0) -> float:
+    """The objective of a step from its per-pass losses (method section 3), without a z-loss."""
+    weights = pass_loss_weights(loss_weights, len(loss_per_pass), extra_factor)
     return sum(weight * loss for weight, loss in zip(weights, loss_per_pass))

@@ -1,5 +1,6 @@
 """The training loop: batches in, optimizer steps, reports and checkpoints out."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Dict, Optional
@@ -40,7 +41,9 @@ class Trainer:
     def __init__(self, config: PretrainConfig, plan: RunPlan, layout: Layout, datasets: Datasets, eod: int):
         self.config, self.plan, self.layout, self.datasets, self.eod = config, plan, layout, datasets, eod
         self.stage = FBTStage(config, layout, plan.vocab_size, plan.padded_vocab_size)
-        self.model = wrap_for_data_parallel(self.stage, config.optimizer.sharding)
+        self.model = wrap_for_data_parallel(
+            self.stage, config.optimizer.sharding, config.parallel.overlap_grad_reduce
+        )
         self.optimizer = Optimizer(config.optimizer, self.model, layout)
         self.batch_sizes = BatchSizeSchedule(config.training, layout.data_size)
         self.learning_rate = LearningRate(
@@ -57,7 +60,7 @@ class Trainer:
         self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader)
         self.folder = Path(config.run.dir)
         self.checkpointer = Checkpointer(checkpoints_folder(config), config.checkpoint.keep_last, layout)
-        self.state = TrainerState()
+        self.state = TrainerState(phase_start_steps=list(plan.phase_start_steps))
         self.last_saved: Optional[Path] = None
 
     def resume(self, checkpoint: Path) -> None:
@@ -67,6 +70,7 @@ class Trainer:
             CheckpointError: it is damaged, or of another model.
         """
         self.state = self.checkpointer.load(checkpoint, self.stage, self.optimizer)
+        self.state.phase_start_steps = list(self.plan.phase_start_steps)
         self.last_saved = checkpoint
 
     def train(self, reporter: Reporter, signals: SignalWatcher) -> None:
@@ -100,16 +104,30 @@ class Trainer:
     def _step(self, signals: SignalWatcher):
         config, state = self.config, self.state
         passes = passes_at(state.step, config.run.seed, self.plan.phase_start_steps, config.feedback.phases)
-        state.fusion_active = state.fusion_active or passes > 1
+        if passes > 1 and state.switch_on_step is None:
+            state.switch_on_step = state.step
         if config.model.attention_dropout or config.model.hidden_dropout:
             seed_dropout(config.run.seed, state.step)
         lr = self.learning_rate.apply(self.optimizer, state.consumed_samples)
         self.stage.train()
         self.optimizer.zero_grad()
-        totals = run_passes(self.stage, self._micro_batches(), passes, self.recipe)
+        totals = run_passes(
+            self.stage,
+            self._micro_batches(),
+            passes,
+            self._recipe(),
+            on_last_backward=self.optimizer.on_last_backward,
+        )
         report = self.optimizer.step(totals, state.fusion_active, signals.requested is not None)
         self._count(passes, report)
         return passes, lr, report
+
+    def _recipe(self) -> Recipe:
+        """The recipe of the step that begins."""
+        step, training = self.state.step, self.config.training
+        factor = self.config.feedback.loss_weights.extra_factor(step, self.state.switch_on_step)
+        z_loss = training.z_loss.coefficient_at(step, self.plan.train_steps)
+        return dataclasses.replace(self.recipe, extra_factor=factor, z_loss=z_loss)
 
     def _micro_batches(self):
         consumed, layout = self.state.consumed_samples, self.layout
@@ -128,21 +146,27 @@ class Trainer:
         state.step += 1
         state.consumed_samples += rows
         state.token_equivalents += rows * self.plan.sequence_length * passes
+        state.count_passes(passes)
         state.updates, state.fusion_updates = self.optimizer.updates, self.optimizer.fusion_updates
         state.skipped += int(report.skipped)
         state.bad_in_a_row = state.bad_in_a_row + 1 if report.skipped else 0
 
     def _row(self, passes: int, lr: float, report: StepReport) -> Dict:
         losses = {f"loss_pass_{k}": loss for k, loss in enumerate(report.loss_per_pass, start=1)}
+        weights = self.config.feedback.loss_weights
+        factor = weights.extra_factor(self.state.step - 1, self.state.switch_on_step)
+        z_loss = {"z_loss": report.z_loss} if self.config.training.z_loss.coefficient else {}
         return {
             "step": self.state.step,
             "passes": passes,
-            "loss": total_loss(report.loss_per_pass, self.config.feedback.loss_weights),
+            "loss": total_loss(report.loss_per_pass, weights, factor) + report.z_loss,
             **losses,
+            **z_loss,
             "grad_norm": report.grad_norm,
             "lr": lr,
             "tokens": self.state.consumed_samples * self.plan.sequence_length,
             "token_equivalents": self.state.token_equivalents,
+            **{f"pass_share_{passes}": share for passes, share in self.state.pass_shares.items()},
             "loss_tokens": report.loss_tokens,
             "skipped": self.state.skipped,
         }

@@ -29,7 +29,7 @@ class FixedRegion(Recipe):
         return (positions >= self.prompt) & ~batch.document_starts
 
 
-def row(built: Built, tokens: torch.Tensor) -> MicroBatch:
+def row(tokens: torch.Tensor) -> MicroBatch:
     """[b, s] tokens as one micro-batch of one document a row."""
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, 0] = True
@@ -65,7 +65,7 @@ def recurrence(stage: FBTStage, tokens: torch.Tensor, prompt: int) -> torch.Tens
             gate = torch.sigmoid(normed @ fusion.token_gate.weight.t())
             u = rms_normalize(value * gate, eps) * fusion.input_scale
         inputs = u if inputs is None else torch.cat([inputs, u])
-        states.append(stage.run_layers(inputs, inputs.size(0))[-1:])
+        states.append(stage.run_layers(inputs, row(tokens[:, : t + 1]).document_starts)[-1:])
     return torch.cat(states)
 
 
@@ -77,7 +77,7 @@ def triangularity(built: Built, prompt: int) -> dict:
     recipe = FixedRegion(built.config.feedback, 1, training=False)
     recipe.prompt = prompt
     truth = stage.logits(recurrence(stage, tokens, prompt))
-    found = [stage.logits(states) for states in pass_states(built, row(built, tokens), T, recipe)]
+    found = [stage.logits(states) for states in pass_states(built, row(tokens), T, recipe)]
     error = [(logits - truth).abs() for logits in found]
     return {
         "all positions after T passes": error[-1].max().item(),

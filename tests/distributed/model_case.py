@@ -9,7 +9,7 @@ from megatron_fbt.config.plan import padded_vocab_size
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.grad_sync import reduce_gradients, wrap_for_data_parallel
 from megatron_fbt.core.parallel import Layout, initialize_parallel
-from megatron_fbt.core.schedule import Recipe, run_passes
+from megatron_fbt.core.schedule import PassTotals, Recipe, run_passes
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch, document_starts
 from megatron_fbt.training.optimizer import Optimizer
@@ -88,6 +88,10 @@ class Built:
         """The training recipe of the case."""
         return Recipe(self.config.feedback, self.config.run.seed, training=True)
 
+    def run(self, batches: List[MicroBatch], passes: int) -> PassTotals:
+        """Forward and backward of one step, as the trainer calls them."""
+        return run_passes(self.stage, batches, passes, self.recipe, on_last_backward=self.optimizer.on_last_backward)
+
 
 def build(case: Case, grid: Grid, layout: Layout) -> Built:
     """Build the case's model and optimizer in an initialised layout."""
@@ -95,7 +99,8 @@ def build(case: Case, grid: Grid, layout: Layout) -> Built:
     vocab = config.model.vocab_size
     padded = padded_vocab_size(vocab, config.model.make_vocab_size_divisible_by, grid.tensor)
     stage = FBTStage(config, layout, vocab, padded)
-    model = wrap_for_data_parallel(stage, config.optimizer.sharding)
+    overlap = config.parallel.overlap_grad_reduce
+    model = wrap_for_data_parallel(stage, config.optimizer.sharding, overlap, bucket_size=20_000)
     return Built(config, layout, stage, Optimizer(config.optimizer, model, layout))
 
 
@@ -197,16 +202,16 @@ def run_case(case: Case, grid: Grid, layout: Layout) -> Outcome:
     first = {}
     for passes in sorted(set(case.passes)):
         built.optimizer.zero_grad()
-        totals = run_passes(built.stage, own_part(global_batch(0), layout), passes, built.recipe)
+        totals = built.run(own_part(global_batch(0), layout), passes)
+        reduce_gradients(built.optimizer.model)
         if case.config(grid).optimizer.sharding == "none":
-            reduce_gradients(built.optimizer.model)
             gradients = piece(built, {name: param.main_grad for name, param in weights.items()})
             first[passes] = (totals.nll.tolist(), totals.tokens.item(), gradients)
     steps, active = [], False
     for step, passes in enumerate(case.passes):
         active = active or passes > 1
         built.optimizer.zero_grad()
-        totals = run_passes(built.stage, own_part(global_batch(step), layout), passes, built.recipe)
+        totals = built.run(own_part(global_batch(step), layout), passes)
         steps.append(built.optimizer.step(totals, active, False))
     return Outcome(first, steps, initial, piece(built, weights))
 

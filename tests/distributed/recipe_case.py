@@ -92,7 +92,7 @@ def by_formula(built: Built, batch: MicroBatch, passes: int) -> Tuple[List[float
         if k > 1:
             noise = jitter_noise(recipe.jitter_scale, batch.sample_ids, torch.arange(S), k, D, recipe.seed)
             inputs = stage.first_inputs(batch.tokens, states + noise, recipe.fused(batch, k).t())  # noqa: F821
-        states = stage.run_layers(inputs, S)
+        states = stage.run_layers(inputs, batch.document_starts)
         nll = stage.losses(states, batch.labels) * batch.loss_mask.t()
         losses.append(nll.sum() / batch.loss_mask.sum())
     named = dict(stage.named_parameters())
@@ -177,7 +177,7 @@ def changed_document(layout: Layout, grid: Grid) -> Dict[str, torch.Tensor]:
         built, batch = build(small("", feedback__prefix__probability=0.0), grid, layout), rows()
         batch.tokens[1, :8] = (batch.tokens[1, :8] + change - 1) % (VOCAB - 1) + 1
         with torch.no_grad():
-            states = built.stage.run_layers(built.stage.first_inputs(batch.tokens, None, None), S)
+            states = built.stage.run_layers(built.stage.first_inputs(batch.tokens, None, None), batch.document_starts)
             found[f"states {name}"] = states[:, 1]
             fused = built.recipe.fused(batch, 2).t()
             found[f"inputs {name}"] = built.stage.first_inputs(batch.tokens, states, fused)[:, 1]

@@ -29,9 +29,25 @@ CASES = [
             "model.qk_layernorm": True,
             "feedback.prefix.granularity": "document",
             "feedback.loss_weights.extra_passes": 0.7,
+            "model.attention_output_gate": True,
+            "model.residual_multiplier": 0.7,
+            "model.sliding_window": 11,
+            "model.window_attn_skip_freq": 2,
+            "data.reset_attention_mask": True,
+            "data.reset_position_ids": True,
+            "memory.recompute": "full",
+            "parallel.overlap_grad_reduce": True,
         },
     ),
-    Case("sharded", {"optimizer.sharding": "megatron"}),
+    Case(
+        "sharded",
+        {
+            "optimizer.sharding": "megatron",
+            "memory.recompute": "selective",
+            "memory.recompute_passes": "early",
+            "parallel.overlap_grad_reduce": True,
+        },
+    ),
 ]
 NAMES = [case.name for case in CASES]
 

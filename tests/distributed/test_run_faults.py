@@ -124,11 +124,11 @@ class Faults:
         here = stage.pre_process and (self.rank == 1 or stage.layout.data_size == 1)
         plain, calls = stage.run_layers, iter(range(1000))
 
-        def run_layers(hidden, sequence_length):
+        def run_layers(hidden, *arguments):
             if self.kind == "batch" and here and next(calls) == 1:
                 hidden = hidden.clone()
                 hidden[0, 0, 0] = float("nan")
-            return plain(hidden, sequence_length)
+            return plain(hidden, *arguments)
 
         stage.run_layers = run_layers
         totals = self.plain[1](stage, micro_batches, *arguments, **options)

@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 
-from megatron_fbt.data.dataset import blend_weights, build_datasets, document_ranges
+from megatron_fbt.data.dataset import blend_weights, build_datasets
+from megatron_fbt.data.splits import document_ranges
 from megatron_fbt.errors import ConfigError, DataError
 from tests.unit.data.corpus import EOD, PlainTokenizer, data_config, numbered_documents, write_documents
 
@@ -184,8 +185,6 @@ def test_nothing_to_read_and_nothing_to_train_are_refused(tmp_path, corpus):
         build_datasets(data_config(tmp_path, [corpus]), TOKENIZER, 0, 5)
     with pytest.raises(DataError, match=r"nowhere\.idx: no such file"):
         build_datasets(data_config(tmp_path, [tmp_path / "nowhere"]), TOKENIZER, 20, 5)
-    with pytest.raises(ConfigError, match="reset_attention_mask"):
-        build_datasets(data_config(tmp_path, [corpus], reset_attention_mask=True), TOKENIZER, 20, 5)
 
 
 def test_ids_beyond_the_vocabulary_are_found_where_the_opening_check_does_not_look(tmp_path, corpus, monkeypatch):
