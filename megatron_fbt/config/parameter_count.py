@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import List
 
 from megatron_fbt.config.model import ModelConfig
 from megatron_fbt.config.parallel import ParallelConfig
@@ -33,21 +34,42 @@ class ParameterCount:
 def layer_parameters(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
     """Parameters of one transformer layer on one tensor-parallel rank: matrices are split, norms are not."""
     hidden = model.hidden_size
-    head_rows = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_size  # q and proj, k and v
+    query_like = 3 if model.attention_output_gate else 2  # queries, output projection, gates
+    head_rows = (query_like * model.num_attention_heads + 2 * model.query_groups) * model.head_size
     matrices = head_rows * hidden + 3 * model.ffn_size * hidden
     norms = 2 * hidden + (2 * model.head_size if model.qk_layernorm else 0)
     return matrices // tensor_parallel_size + norms
 
 
+def fusion_parameters(model: ModelConfig) -> int:
+    """Parameters of the fusion layer: two [D, D] matrices in every variant."""
+    return 2 * model.hidden_size**2
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> List[int]:
+    """Layers of each pipeline stage; what the first and last stage do not take by name is split evenly."""
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return [model.num_layers]
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    named = [count for count in (first, last) if count is not None]
+    others = stages - len(named)
+    even = (model.num_layers - sum(named)) // others if others else 0
+    layers = [even] * stages
+    layers[0] = even if first is None else first
+    layers[-1] = even if last is None else last
+    return layers
+
+
 def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
-    """Count the parameters of the whole model, the fusion layer's two [D, D] matrices included."""
+    """Count the parameters of the whole model, the fusion layer included."""
     table = vocab_size * model.hidden_size
     return ParameterCount(
         embedding=table,
         layers=model.num_layers * layer_parameters(model),
         final_norm=model.hidden_size,
         output=0 if model.share_embeddings_and_output_weights else table,
-        fusion=2 * model.hidden_size**2,
+        fusion=fusion_parameters(model),
     )
 
 
@@ -56,9 +78,9 @@ def largest_rank_parameters(model: ModelConfig, parallel: ParallelConfig, vocab_
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor)
     table = padded // tensor * model.hidden_size
-    layers = model.num_layers // stages * layer_parameters(model, tensor)
-    first = table + 2 * model.hidden_size**2 // tensor
-    last = model.hidden_size
+    held = [layers * layer_parameters(model, tensor) for layers in stage_layers(model, parallel)]
+    held[0] += table + fusion_parameters(model) // tensor
+    held[-1] += model.hidden_size
     if stages > 1 or not model.share_embeddings_and_output_weights:
-        last += table
-    return layers + (first + last if stages == 1 else max(first, last))
+        held[-1] += table
+    return max(held)

@@ -1,18 +1,29 @@
 """Model floating-point operations: what the mathematics needs, whatever is recomputed or padded.
 
-A multiply-add counts as 2; a backward pass costs twice its forward pass; norms, activations and the loss are left out.
+A multiply-add counts as 2; a backward pass costs twice its forward pass; norms, activations, element-wise gates and the
+loss are left out. Sliding windows count; document masks depend on the data and do not: a row counts as one document.
 """
 
+from typing import Optional
+
 from megatron_fbt.config.model import ModelConfig
+from megatron_fbt.config.parameter_count import fusion_parameters
 
 FORWARD_AND_BACKWARD = 3
+
+
+def keys_seen(sequence_length: int, window: Optional[int] = None) -> float:
+    """Keys that a position sees on average: min(t, window) over t = 1..s; (s + 1) / 2 without a window."""
+    width = sequence_length if window is None else min(window, sequence_length)
+    growing = width * (width + 1) / 2  # the first `width` positions see 1, 2, ..., width
+    return (growing + (sequence_length - width) * width) / sequence_length
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int, vocab_size: int) -> float:
     """Operations of forward and backward of ONE pass, per token.
 
-    Per layer 2 D (np + 2 ng) hn + 2 np hn D for the projections, 4 np hn (s + 1) / 2 for scores and values over the
-    (s + 1) / 2 keys that a position sees on average under the causal mask, 6 D F for the SwiGLU; 2 D V for the head.
+    Per layer 2 D (np + 2 ng) hn + 2 np hn D for the projections (and 2 D np hn for an output gate), 4 np hn keys for
+    scores and values over the keys that a position sees on average, 6 D F for the SwiGLU; 2 D V for the head.
 
     Args:
         model: shape of the network.
@@ -21,16 +32,19 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, vocab_size: 
     """
     hidden, query_width = model.hidden_size, model.num_attention_heads * model.head_size
     key_value_width = 2 * model.query_groups * model.head_size
-    projections = 2 * hidden * (query_width + key_value_width) + 2 * query_width * hidden
-    attention = 4 * query_width * (sequence_length + 1) / 2
+    gates = query_width if model.attention_output_gate else 0
+    projections = 2 * hidden * (query_width + gates + key_value_width) + 2 * query_width * hidden
+    layers = range(1, model.num_layers + 1)
+    keys = sum(keys_seen(sequence_length, model.window_of(layer)) for layer in layers)
+    attention = 4 * query_width * keys
     mlp = 6 * hidden * model.ffn_size
     head = 2 * hidden * vocab_size
-    return float(FORWARD_AND_BACKWARD * (model.num_layers * (projections + attention + mlp) + head))
+    return float(FORWARD_AND_BACKWARD * (model.num_layers * (projections + mlp) + attention + head))
 
 
 def fusion_flops_per_token(model: ModelConfig) -> float:
-    """Operations of forward and backward of the fusion layer (W_U and W_G, D x D each), per token of an extra pass."""
-    return float(FORWARD_AND_BACKWARD * 2 * 2 * model.hidden_size**2)
+    """Operations of forward and backward of the fusion layer (any variant), per token of an extra pass."""
+    return float(FORWARD_AND_BACKWARD * 2 * fusion_parameters(model))
 
 
 def step_flops(model: ModelConfig, sequence_length: int, vocab_size: int, tokens: int, passes: int) -> float:

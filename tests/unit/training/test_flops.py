@@ -1,5 +1,7 @@
 """FLOP counts, against PyTorch's counter on an independent implementation of the same shape."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,6 +47,19 @@ def test_one_pass_equals_the_counted_operations_with_half_the_attention():
     masked = 3 * SHAPE.num_layers * full_attention_flops() * pairs_not_needed
     expected = (counted_llama_flops() - masked) / SEQUENCE
     assert model_flops_per_token(SHAPE, SEQUENCE, VOCAB) == pytest.approx(expected, rel=1e-12)
+
+
+def test_windows_and_gates_are_counted_layer_by_layer():
+    shape = replace(SHAPE, sliding_window=7, window_attn_skip_freq=2, attention_output_gate=True)  # layer 2 sees all
+    width = SHAPE.num_attention_heads * SHAPE.head_size
+    pairs_full = sum(1 for query in range(SEQUENCE) for key in range(query + 1))
+    pairs_window = sum(1 for query in range(SEQUENCE) for key in range(query + 1) if query - key < 7)
+    less = 3 * 2 * 4 * width * (pairs_full - pairs_window) / SEQUENCE
+    gates = 3 * 3 * 2 * SHAPE.hidden_size * width
+    expected = model_flops_per_token(SHAPE, SEQUENCE, VOCAB) - less + gates
+    assert model_flops_per_token(shape, SEQUENCE, VOCAB) == pytest.approx(expected, rel=1e-12)
+    wide = replace(SHAPE, sliding_window=SEQUENCE)
+    assert model_flops_per_token(wide, SEQUENCE, VOCAB) == model_flops_per_token(SHAPE, SEQUENCE, VOCAB)
 
 
 def test_passes_count_and_only_extra_passes_have_the_fusion():
