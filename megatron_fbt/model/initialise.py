@@ -53,18 +53,27 @@ def global_elements(name: str, param: torch.nn.Parameter, tensor_rank: int, tens
 
 
 def weight_std(name: str, config: ModelConfig) -> float:
-    """Standard deviation of a normal initial weight; residual outputs are scaled down by sqrt(2 num_layers)."""
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    """Standard deviation of a normal initial weight; `scaled_init` divides residual outputs' by sqrt(2 num_layers)."""
+    if config.scaled_init and name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return config.init_method_std / math.sqrt(2 * config.num_layers)
     return config.init_method_std
+
+
+def fusion_bound(name: str, config: ModelConfig) -> float:
+    """Bound of a fusion matrix's uniform values: their standard deviation is 1 / sqrt(inputs of the sum).
+
+    The two halves of the `concat` variant's W_C make up one product with 2 D inputs. The method gives 1 / sqrt(D) for
+    W_U and W_G; the values for `concat` and for W_T of `add` (1 / sqrt(D)) are this project's choice.
+    """
+    inputs = config.hidden_size * (2 if name.startswith("fusion.concat_") else 1)
+    return math.sqrt(3 / inputs)
 
 
 def initial_values(name: str, elements: torch.Tensor, config: ModelConfig, seed: int) -> torch.Tensor:
     """float64 initial values of the elements of one matrix, by their global row-major index."""
     bits = counter_hash(seed, INITIAL_WEIGHT, zlib.crc32(name.encode()), elements)
     if name.startswith("fusion."):
-        bound = math.sqrt(3 / config.hidden_size)
-        return (2 * uniform(bits) - 1) * bound
+        return (2 * uniform(bits) - 1) * fusion_bound(name, config)
     return normal(bits) * weight_std(name, config)
 
 

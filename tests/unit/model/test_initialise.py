@@ -1,6 +1,7 @@
 """Initial values: every rank computes its own elements, whatever the layout."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ MATRICES = {  # name: ((rows, columns), dimension that is split over tensor-para
     HEAD: ((VOCAB, D), 0),
     "fusion.state_proj.weight": ((D, D), 0),
     "fusion.token_gate.weight": ((D, D), 0),
+    "fusion.token_proj.weight": ((D, D), 0),
+    "fusion.concat_state_proj.weight": ((D, D), 0),
     LAYER + "self_attention.linear_qkv.weight": ((32, D), 0),
     LAYER + "self_attention.linear_proj.weight": ((D, 16), 1),
     LAYER + "mlp.linear_fc1.weight": ((2 * F, D), 0),
@@ -132,16 +135,28 @@ def test_normal_values(name, std):
     assert ((values / std).abs() < 1).double().mean().item() == pytest.approx(0.6827, abs=0.008)
 
 
+def test_without_depth_scaling_residual_outputs_are_like_the_others():
+    plain = replace(CONFIG, scaled_init=False)
+    for name in (LAYER + "self_attention.linear_proj.weight", LAYER + "mlp.linear_fc2.weight"):
+        scaled, unscaled = (torch.nn.Parameter(torch.empty(256, 400)) for _ in range(2))
+        initialise_parameters({name: scaled}, CONFIG, 256, 5, 0, 1)
+        initialise_parameters({name: unscaled}, plain, 256, 5, 0, 1)
+        torch.testing.assert_close(unscaled.data, 4 * scaled.data)
+
+
 @pytest.mark.parametrize("hidden", [12, 192])
-def test_fusion_values_are_uniform_with_standard_deviation_one_over_root_d(hidden):
+@pytest.mark.parametrize(
+    ("name", "fan_in"),
+    [("state_proj", 1), ("token_gate", 1), ("token_proj", 1), ("concat_state_proj", 2), ("concat_token_proj", 2)],
+)
+def test_fusion_values_are_uniform_with_standard_deviation_one_over_root_of_fan_in(hidden, name, fan_in):
     config = ModelConfig(hidden_size=hidden, init_method_std=0.1)
-    for name in ("fusion.state_proj.weight", "fusion.token_gate.weight"):
-        param = shard((256, 192), 0, 1)
-        initialise_parameters({name: param}, config, VOCAB, 5, 0, 1)
-        bound = math.sqrt(3 / hidden)
-        assert bound * 0.999 < param.data.abs().max() <= bound
-        assert param.data.std().item() == pytest.approx(hidden**-0.5, rel=0.01)
-        assert param.data.mean().abs() < 0.02 * bound
+    param = shard((256, 192), 0, 1)
+    initialise_parameters({f"fusion.{name}.weight": param}, config, VOCAB, 5, 0, 1)
+    bound = math.sqrt(3 / (hidden * fan_in))
+    assert bound * 0.999 < param.data.abs().max() <= bound
+    assert param.data.std().item() == pytest.approx((hidden * fan_in) ** -0.5, rel=0.01)
+    assert param.data.mean().abs() < 0.02 * bound
 
 
 def test_global_names():
