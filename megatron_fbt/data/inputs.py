@@ -176,6 +176,16 @@ def parse_line(line: bytes, keys: Sequence[str]) -> List[Optional[str]]:
     Raises:
         BadRecord: The line is not exactly one JSON object, ended by a newline, with a text under each key.
     """
+    record = parse_object(line)
+    return [_text_under(record, key) for key in keys]
+
+
+def parse_object(line: bytes) -> dict:
+    """The object of one JSON Lines record.
+
+    Raises:
+        BadRecord: The line is not exactly one JSON object, ended by a newline.
+    """
     if not line.strip():
         raise BadRecord("blank_line", "the line is blank")
     if line.startswith(b"\xef\xbb\xbf"):
@@ -192,7 +202,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> List[Optional[str]]:
         raise BadRecord("no_final_newline", "the last line has no line end: the file may be cut; if not, add one")
     if not isinstance(record, dict):
         raise BadRecord("not_an_object", f"the line holds a JSON {type(record).__name__}, not an object")
-    return [_text_under(record, key) for key in keys]
+    return record
 
 
 def _text_under(record: dict, key: str) -> Optional[str]:

@@ -4,10 +4,11 @@ Both treat text as text: nothing that a document contains can become the end-of-
 """
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 from megatron_fbt.config.data import TokenizerConfig
 from megatron_fbt.errors import ConfigError, DataError
@@ -46,9 +47,41 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens such as the end of a document give nothing."""
 
+    @property
     @abstractmethod
-    def save_for_huggingface(self, folder) -> None:
+    def control_tokens(self) -> Dict[str, int]:
+        """Ids of the tokens that chat templates may write by name, such as the end of a turn."""
+
+    @property
+    def chat_template(self) -> Optional[str]:
+        """The tokenizer's own chat template (Jinja); None if it has none."""
+        return None
+
+    @property
+    @abstractmethod
+    def template_variables(self) -> Dict[str, str]:
+        """What chat templates find under names such as ``eos_token``."""
+
+    def encode_rendered(self, text: str) -> List[int]:
+        """Token ids of what a chat template has rendered: names of control tokens become these tokens."""
+        control = self.control_tokens
+        if not control:
+            return self.tokenize(text)
+        names = "|".join(re.escape(name) for name in sorted(control, key=len, reverse=True))
+        ids: List[int] = []
+        for position, part in enumerate(re.split(f"({names})", text)):
+            if part:
+                ids += [control[part]] if position % 2 else self.tokenize(part)
+        return ids
+
+    @abstractmethod
+    def save_for_huggingface(self, folder, chat_template: Optional[str] = None) -> None:
         """Write files from which ``transformers.AutoTokenizer`` loads an equal tokenizer offline.
+
+        Args:
+            folder: Where to write; made if it does not exist.
+            chat_template: Stored with the tokenizer, which then takes names of control tokens in its input for these
+                tokens, as a rendered chat needs it; None = names of control tokens are text.
 
         Raises:
             DataError: This tokenizer has no equal among Hugging Face's fast tokenizers.
@@ -164,10 +197,21 @@ class SentencePieceTokenizer(Tokenizer):
             for i in range(self.vocab_size)
         ]
 
-    def save_for_huggingface(self, folder) -> None:
+    @property
+    def control_tokens(self) -> Dict[str, int]:
+        model = self._model
+        return {model.id_to_piece(i): i for i in range(self.vocab_size) if model.is_control(i)}
+
+    @property
+    def template_variables(self) -> Dict[str, str]:
+        model = self._model
+        ids = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
+        return {name: model.id_to_piece(token) for name, token in ids.items() if token >= 0}
+
+    def save_for_huggingface(self, folder, chat_template: Optional[str] = None) -> None:
         from megatron_fbt.data.sentencepiece_export import save_sentencepiece_for_huggingface
 
-        save_sentencepiece_for_huggingface(self, self._model, folder)
+        save_sentencepiece_for_huggingface(self, self._model, folder, chat_template)
 
 
 def _decode_bytes(run: bytearray) -> str:
@@ -192,6 +236,7 @@ class HuggingFaceTokenizer(Tokenizer):
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
+        self._chat_backend = None
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
         digest = hashlib.sha256(f"{backend.to_str()}\0{self._tokenizer.eos_token}".encode()).hexdigest()
@@ -214,10 +259,40 @@ class HuggingFaceTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
 
-    def save_for_huggingface(self, folder) -> None:
-        self._tokenizer.split_special_tokens = True
-        self._tokenizer.init_kwargs.update(split_special_tokens=True, clean_up_tokenization_spaces=False)
+    @property
+    def control_tokens(self) -> Dict[str, int]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @property
+    def chat_template(self) -> Optional[str]:
+        if not self._tokenizer.chat_template:
+            return None
+        try:
+            return self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise DataError(f"tokenizer {self.path}: {error}; or name a file in data.chat_template") from error
+
+    @property
+    def template_variables(self) -> Dict[str, str]:
+        named = self._tokenizer.special_tokens_map
+        return {name: str(token) for name, token in named.items() if not isinstance(token, (list, dict))}
+
+    def encode_rendered(self, text: str) -> List[int]:
+        if self._chat_backend is None:
+            from tokenizers import Tokenizer as Backend
+
+            self._chat_backend = Backend.from_str(self._backend.to_str())
+            self._chat_backend.encode_special_tokens = False
+        return self._chat_backend.encode(text, add_special_tokens=False).ids
+
+    def save_for_huggingface(self, folder, chat_template: Optional[str] = None) -> None:
+        split, previous = chat_template is None, self._tokenizer.chat_template
+        self._tokenizer.split_special_tokens = split
+        self._tokenizer.init_kwargs.update(split_special_tokens=split, clean_up_tokenization_spaces=False)
+        self._tokenizer.chat_template = previous if chat_template is None else chat_template
         self._tokenizer.save_pretrained(str(folder))
+        self._tokenizer.chat_template = previous
 
 
 def _load_fast_tokenizer(folder: Path):
