@@ -16,9 +16,12 @@ from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.messages import set_up_messages
 from megatron_fbt.training.run_folder import (
     changed_fields,
+    checkpoints_folder,
     finished_checkpoint,
+    latest_checkpoint,
     prepare_run_folder,
     refuse_another_model,
+    stored_phase_starts,
 )
 from megatron_fbt.training.signals import SignalWatcher
 from megatron_fbt.versions import check_megatron_core_version
@@ -70,9 +73,12 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
             print(f"{config.run.dir} is finished ({finished.name}, the run has {train_steps} steps): nothing to do")
             print("".join(f"changed since then: {change}\n" for change in changed_fields(config, finished)), end="")
         return
+    checkpoint = latest_checkpoint(checkpoints_folder(config))
+    phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
+    validate_config(config, world_size, phase_starts)
     tokenizer = build_tokenizer(config.data.tokenizer)
     config.model.vocab_size = check_vocab_size(config, tokenizer.vocab_size)
-    plan = make_plan(config, world_size, config.model.vocab_size)
+    plan = make_plan(config, world_size, config.model.vocab_size, phase_starts)
     if is_main:
         print(plan.describe(), flush=True)
     from megatron_fbt.training.session import run_session

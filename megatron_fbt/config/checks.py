@@ -1,21 +1,25 @@
 """Rules across sections: does the model fit the layout, and the batch the pipeline?"""
 
 import itertools
-from typing import List, Mapping, Optional
+from typing import List, Mapping, Optional, Sequence
 
+from megatron_fbt.config.pipeline_split import split_problems
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import raise_problems
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
 
 
-def validate_config(config: PretrainConfig, world_size: Optional[int] = None) -> None:
+def validate_config(
+    config: PretrainConfig, world_size: Optional[int] = None, phase_start_steps: Optional[Sequence[int]] = None
+) -> None:
     """Run the rules of every section, then those across sections.
 
     Args:
         config: the whole configuration.
         world_size: processes of the run; None = parallel.world_size. With neither, what depends on the
             data-parallel size is not checked.
+        phase_start_steps: of the pass schedule in a resumed run; None = those of a new run of this length.
 
     Raises:
         ConfigError: listing every problem found with field, value and remedy.
@@ -24,7 +28,7 @@ def validate_config(config: PretrainConfig, world_size: Optional[int] = None) ->
     problems = _model_problems(config) + _length_problems(config) + _muon_problems(config)
     world_size = world_size or config.parallel.world_size
     if world_size is not None:
-        problems += _world_problems(config, world_size)
+        problems += _world_problems(config, world_size, phase_start_steps)
     raise_problems(problems)
 
 
@@ -85,19 +89,16 @@ def launcher_number(environment: Mapping[str, str], name: str) -> Optional[int]:
 def _model_problems(config: PretrainConfig) -> List[str]:
     """Tensor and pipeline parallelism cut the model into equal parts."""
     tensor = config.parallel.tensor_model_parallel_size
-    pipeline = config.parallel.pipeline_model_parallel_size
-    model = config.model
-    tensor_field, pipeline_field = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    model, tensor_field = config.model, "tensor_model_parallel_size"
     divisions = [
         ("model.num_attention_heads", model.num_attention_heads, tensor, tensor_field),
         ("model.num_query_groups", model.query_groups, tensor, tensor_field),
         ("model.ffn_hidden_size", model.ffn_size, tensor, tensor_field),
         ("model.hidden_size", model.hidden_size, tensor, tensor_field),
-        ("model.num_layers", model.num_layers, pipeline, pipeline_field),
     ]
     if config.parallel.sequence_parallel:
         divisions.append(("data.sequence_length", config.data.sequence_length, tensor, tensor_field))
-    return [
+    return split_problems(config.parallel, model.num_layers) + [
         f"{field} = {value}: not a multiple of parallel.{size_field} = {size}; change one of them"
         + (" or switch parallel.sequence_parallel off" if field == "data.sequence_length" else "")
         for field, value, size, size_field in divisions
@@ -131,7 +132,7 @@ def _length_problems(config: PretrainConfig) -> List[str]:
     ]
 
 
-def _world_problems(config: PretrainConfig, world_size: int) -> List[str]:
+def _world_problems(config: PretrainConfig, world_size: int, starts: Optional[Sequence[int]]) -> List[str]:
     """Processes and batches divide over the layout."""
     parallel, training = config.parallel, config.training
     copies, rest = divmod(world_size, parallel.model_parallel_size)
@@ -152,16 +153,16 @@ def _world_problems(config: PretrainConfig, world_size: int) -> List[str]:
             f"training.{field} = {value}: a global batch of {bad[0]} rows is not a multiple of micro_batch_size "
             f"{training.micro_batch_size} x data-parallel size {copies} = {rows}; give multiples of {rows}"
         ]
-    return _pipeline_problems(config, copies)
+    return _pipeline_problems(config, copies, starts)
 
 
-def _pipeline_problems(config: PretrainConfig, data_parallel_size: int) -> List[str]:
+def _pipeline_problems(config: PretrainConfig, data_parallel_size: int, starts: Optional[Sequence[int]]) -> List[str]:
     """K > 1 runs Megatron-Core's interleaved schedule, which takes micro-batches in groups of one for each stage."""
     stages = config.parallel.pipeline_model_parallel_size
     if stages == 1:
         return []
     schedule = BatchSizeSchedule(config.training, data_parallel_size)
-    sizes = _multi_pass_batch_sizes(config, schedule)
+    sizes = _multi_pass_batch_sizes(config, schedule, starts)
     rows = config.training.micro_batch_size * data_parallel_size
     return [
         f"training.global_batch_size = {size}: gives {size // rows} micro-batches (micro_batch_size "
@@ -173,10 +174,12 @@ def _pipeline_problems(config: PretrainConfig, data_parallel_size: int) -> List[
     ]
 
 
-def _multi_pass_batch_sizes(config: PretrainConfig, schedule: BatchSizeSchedule) -> List[int]:
+def _multi_pass_batch_sizes(
+    config: PretrainConfig, schedule: BatchSizeSchedule, starts: Optional[Sequence[int]]
+) -> List[int]:
     """Global batch sizes at which a step or a validation may run more than one pass, in ascending order."""
     steps, _ = run_length(config.training, config.data.sequence_length)
-    starts = [*config.feedback.phase_start_steps(steps), steps]
+    starts = [*(starts or config.feedback.phase_start_steps(steps)), steps]
     multi = [
         (first, end)
         for phase, (first, end) in zip(config.feedback.phases, itertools.pairwise(starts), strict=True)

@@ -3,10 +3,9 @@
 import itertools
 import math
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import TYPE_CHECKING, Dict, List, Literal, Optional, Union
 
-from megatron_fbt.config.rules import Rules, Section
+from megatron_fbt.config.rules import Rules, Section, step_at_fraction
 
 if TYPE_CHECKING:
     from megatron_fbt.config.pretrain import PretrainConfig
@@ -90,9 +89,9 @@ class LossWeightsConfig(Section):
 
 @dataclass
 class PrefixConfig(Section):
-    """Prefix mix-in: in each extra pass the first 1 + floor((low + (high - low) U^exponent) T) of T positions stay plain.
+    """Prefix mix-in: in each extra pass the first 1 + floor((low + (high - low) U^exponent) T) positions stay plain.
 
-    U is uniform in [0, 1).
+    T is the length of the row (or document), U uniform in [0, 1).
     """
 
     probability: float = 1.0
@@ -183,8 +182,8 @@ class FeedbackConfig(Section):
         return self.eval_passes or self.max_passes
 
     def phase_start_steps(self, train_steps: int) -> List[int]:
-        """First step of each phase: ceil(from_fraction * train_steps), exact for the fraction as it is written."""
-        return [math.ceil(Fraction(repr(float(phase.from_fraction))) * train_steps) for phase in self.phases]
+        """First step of each phase in a new run of this length."""
+        return [step_at_fraction(phase.from_fraction, train_steps) for phase in self.phases]
 
     def problems(self) -> List[str]:
         """See Section."""

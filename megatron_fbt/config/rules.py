@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import types
+from fractions import Fraction
 from typing import Any, List, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
 from megatron_fbt.errors import ConfigError
@@ -58,6 +59,11 @@ def raise_problems(problems: List[str]) -> None:
         raise ConfigError(problems[0])
     if problems:
         raise ConfigError(f"{len(problems)} errors in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def step_at_fraction(fraction: float, train_steps: int) -> int:
+    """ceil(fraction * train_steps), exact for the fraction as it is written."""
+    return math.ceil(Fraction(repr(float(fraction))) * train_steps)
 
 
 class Rules:

@@ -1,9 +1,37 @@
 """Length of a run and its batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import List, Optional
 
-from megatron_fbt.config.rules import Rules, Section
+from megatron_fbt.config.rules import Rules, Section, step_at_fraction
+
+
+@dataclass
+class ZLossConfig(Section):
+    """Adds coefficient * mean of (log sum exp of the logits)^2 to the loss of each pass, in a part of the run."""
+
+    coefficient: float = 0.0
+    """0 = no z-loss; the paper has 1e-5 in the cool-down."""
+    from_fraction: float = 0.0
+    """First step of the window, as a fraction of the run's steps."""
+    to_fraction: float = 1.0
+    """End of the window, as a fraction of the run's steps; the step there is outside."""
+
+    def coefficient_at(self, step: int, train_steps: int) -> float:
+        """The coefficient in a step (counted from 0); 0 outside the window."""
+        begin, end = (step_at_fraction(share, train_steps) for share in (self.from_fraction, self.to_fraction))
+        return self.coefficient if begin <= step < end else 0.0
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("training.z_loss", self)
+        rules.numbers("coefficient")
+        rules.numbers("from_fraction", high=1.0, below=True)
+        rules.numbers("to_fraction", above=True, high=1.0)
+        if rules.usable("from_fraction", "to_fraction"):
+            why, remedy = f"not above from_fraction = {self.from_fraction:g}", "let the window end after it begins"
+            rules.require(self.from_fraction < self.to_fraction, "to_fraction", why, remedy)
+        return rules.problems
 
 
 @dataclass
@@ -28,6 +56,7 @@ class TrainingConfig(Section):
     """Global batches in one validation; 0 = no validation."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient after which the run ends."""
+    z_loss: ZLossConfig = field(default_factory=ZLossConfig)
 
     def problems(self) -> List[str]:
         """See Section."""
@@ -48,7 +77,7 @@ class TrainingConfig(Section):
             rules.require(batch % micro == 0, "global_batch_size", why, f"give a multiple of {micro}")
         if self.rampup_batch_size is not None and rules.usable("rampup_batch_size", "global_batch_size"):
             self._rampup_rules(rules)
-        return rules.problems
+        return rules.problems + (self.z_loss.problems() if rules.usable("z_loss") else [])
 
     def _rampup_rules(self, rules: Rules) -> None:
         """[start, increment, samples] reaches global_batch_size exactly."""

@@ -54,9 +54,23 @@ class Reporter:
             self.say("changed since then: " + "; ".join(changes))
         if any(change.startswith(LENGTH_FIELDS) for change in changes):
             self.say(
-                "the run has another length: from here on the phases of feedback.schedule, the learning rate and the "
-                "order of the data are those of a run of this length"
+                "the run has another length: from here on the learning rate and the order of the data are those of a "
+                "run of this length"
             )
+        self._say_phases(state)
+        if state.pass_counts:
+            self.say(state.describe_passes())
+
+    def _say_phases(self, state: TrainerState) -> None:
+        """Where phases start, if that is neither as stored nor as in a new run; the plan has what holds."""
+        used = list(self.plan.phase_start_steps)
+        anew = self.config.feedback.phase_start_steps(self.plan.train_steps)
+        steps = ", ".join(f"{step:,}" for step in used)
+        if used != anew:
+            new = ", ".join(f"{step:,}" for step in anew)
+            self.say(f"the phases of feedback.schedule start at steps {steps}, as stored; a new run has {new}")
+        elif state.phase_start_steps and used != state.phase_start_steps:
+            self.say(f"feedback.schedule has changed: its phases start at steps {steps} of this run's length")
 
     def begin(self, state: TrainerState) -> None:
         """Open the logs at the step from which the run goes on, and store the configuration that it runs with."""
@@ -123,6 +137,8 @@ class Reporter:
     def end(self, run_state: str) -> None:
         """Write how the run ended ("finished", "stopped" or "failed") and close the logs."""
         self.status(run_state)
+        if run_state == "finished" and self.state.pass_counts:
+            self.say(self.state.describe_passes())
         if self.metrics is not None:
             self.metrics.close()
         if self.tensorboard is not None:

@@ -35,8 +35,12 @@ class TrainerState:
     """Rows read; the next row's sample number."""
     token_equivalents: int = 0
     """Tokens times passes so far."""
-    fusion_active: bool = False
-    """Whether a multi-pass batch has come."""
+    switch_on_step: Optional[int] = None
+    """The run's first step with several passes, counted from 0; null = it has not come."""
+    phase_start_steps: List[int] = dataclasses.field(default_factory=list)
+    """First step of each phase of feedback.schedule."""
+    pass_counts: List[int] = dataclasses.field(default_factory=list)
+    """Steps executed with 1, 2, ... passes."""
     updates: int = 0
     """Optimizer updates made."""
     fusion_updates: int = 0
@@ -45,6 +49,28 @@ class TrainerState:
     """Steps skipped because of bad numbers."""
     bad_in_a_row: int = 0
     """Of these, the last ones without a good step between."""
+
+    @property
+    def fusion_active(self) -> bool:
+        """Whether a multi-pass batch has come."""
+        return self.switch_on_step is not None
+
+    @property
+    def pass_shares(self) -> Dict[int, float]:
+        """{K: share of the steps so far with K passes}, for every K up to the largest so far."""
+        return {passes: count / sum(self.pass_counts) for passes, count in enumerate(self.pass_counts, start=1)}
+
+    def count_passes(self, passes: int) -> None:
+        """Count one executed step."""
+        self.pass_counts += [0] * (passes - len(self.pass_counts))
+        self.pass_counts[passes - 1] += 1
+
+    def describe_passes(self) -> str:
+        """The pass counts so far, for a person."""
+        counts = {passes: count for passes, count in enumerate(self.pass_counts, start=1) if count}
+        shares = ", ".join(f"{passes}: {count:,} ({self.pass_shares[passes]:.2%})" for passes, count in counts.items())
+        mean = sum(passes * share for passes, share in self.pass_shares.items())
+        return f"steps by passes so far: {shares}; mean passes {mean:.4f}, token-equivalents {self.token_equivalents:,}"
 
 
 def step_folder(step: int) -> str:
@@ -109,6 +135,20 @@ def finished_checkpoint(config: PretrainConfig, train_steps: int) -> Optional[Pa
     if checkpoint is not None and read_trainer_state(checkpoint).step >= train_steps:
         return checkpoint
     return None
+
+
+def stored_phase_starts(config: PretrainConfig, checkpoint: Path) -> Optional[List[int]]:
+    """First steps of the phases of feedback.schedule as a checkpoint has them, whatever the run's length is now.
+
+    Returns:
+        None if the list of phases has changed since, or none is stored: then they start as in a new run.
+
+    Raises:
+        CheckpointError: counters or configuration of the checkpoint are missing or damaged.
+    """
+    if written_config(checkpoint).feedback.phases != config.feedback.phases:
+        return None
+    return read_trainer_state(checkpoint).phase_start_steps or None
 
 
 def prepare_run_folder(run_dir: str) -> None:

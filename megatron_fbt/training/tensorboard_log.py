@@ -5,14 +5,14 @@ import re
 from pathlib import Path
 from typing import Any, Mapping, Union
 
-_PASS_FIELD = re.compile(r"(validation_loss|loss)_pass_(\d+)")
+_PASS_FIELD = re.compile(r"(validation_loss_pass|loss_pass|pass_share)_(\d+)")
 
 
 def tag_of(field: str) -> str:
-    """Tag of a metrics field: losses of one kind share a chart group, everything else stands under train/."""
+    """Tag of a metrics field: losses of one kind and pass shares have groups, everything else stands under train/."""
     match = _PASS_FIELD.fullmatch(field)
     if match:
-        return f"{match[1]}/pass_{match[2]}"
+        return f"{match[1].removesuffix('_pass')}/pass_{match[2]}"
     return f"train/{field}"
 
 

@@ -41,9 +41,7 @@ class Trainer:
     def __init__(self, config: PretrainConfig, plan: RunPlan, layout: Layout, datasets: Datasets, eod: int):
         self.config, self.plan, self.layout, self.datasets, self.eod = config, plan, layout, datasets, eod
         self.stage = FBTStage(config, layout, plan.vocab_size, plan.padded_vocab_size)
-        self.model = wrap_for_data_parallel(
-            self.stage, config.optimizer.sharding, config.parallel.overlap_grad_reduce
-        )
+        self.model = wrap_for_data_parallel(self.stage, config.optimizer.sharding, config.parallel.overlap_grad_reduce)
         self.optimizer = Optimizer(config.optimizer, self.model, layout)
         self.batch_sizes = BatchSizeSchedule(config.training, layout.data_size)
         self.learning_rate = LearningRate(

@@ -14,7 +14,7 @@ from megatron_fbt.config.feedback import (
     resolved_input_scale,
 )
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.config.training import TrainingConfig
+from megatron_fbt.config.training import TrainingConfig, ZLossConfig
 from megatron_fbt.errors import ConfigError
 
 
@@ -85,6 +85,10 @@ REFUSED = [
     *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters", "run": "seed"}, -1, 0.5, NAN, None),
     *cases({"optimizer": "lr_decay_fraction"}, -0.1, 1.1, NAN, None),
     *cases({"feedback.prefix": "probability low high"}, -0.1, 1.1, NAN, INF, "1", True, None),
+    *cases({"training.z_loss": "coefficient from_fraction to_fraction"}, -1e-9, NAN, INF, "1", True, None),
+    ("training.z_loss", "from_fraction", 1.0),
+    ("training.z_loss", "to_fraction", 0.0),
+    ("training.z_loss", "to_fraction", 1.1),
     *cases({"feedback": "input_scale"}, 0.0, -1.0, NAN, INF, "1", True),
     *cases({"feedback.loss_weights": "warmup_steps"}, -1, 0.5, NAN, None),
     *cases({"run": "dir"}, "", "  ", 3, None),
@@ -324,3 +328,12 @@ def test_the_input_scale_follows_the_plain_inputs(norm, scale, resolved):
 def test_warm_up_of_the_extra_passes(warmup_steps, switch_on_step, factors):
     weights, first = LossWeightsConfig(warmup_steps=warmup_steps), switch_on_step or 0
     assert [weights.extra_factor(first + n, switch_on_step) for n in range(6)] == factors
+
+
+def test_the_window_of_a_z_loss():
+    z_loss = ZLossConfig(coefficient=1e-5, from_fraction=0.75, to_fraction=0.9)
+    assert [step for step in range(21) if z_loss.coefficient_at(step, 20) == 1e-5] == [15, 16, 17]
+    assert all(ZLossConfig(coefficient=1e-5).coefficient_at(step, 20) == 1e-5 for step in range(20))
+    assert not any(ZLossConfig().coefficient_at(step, 20) for step in range(20))
+    with pytest.raises(ConfigError, match=r"training\.z_loss\.to_fraction = 0\.7: not above from_fraction = 0\.75"):
+        ZLossConfig(from_fraction=0.75, to_fraction=0.7).validate()

@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fbt.config.feedback import LossWeightsConfig
-from megatron_fbt.model.loss import AttachLoss, pass_loss_weights, token_losses
+from megatron_fbt.model.loss import AttachLoss, pass_loss_weights, token_losses, token_losses_and_normalizers
 from tests.distributed.launch import run_distributed
 
 VOCAB, S, B = 10, 6, 3
 PADDED = {1: [10, 11, 12, 16, 64], 2: [10, 12, 16, 20, 40]}
 """Rows by tensor-parallel size; with 20 and 40 of them the second of two ranks has padding alone."""
 KINDS = {"ordinary": (1.0, torch.float32), "bf16": (1.0, torch.bfloat16), "large": (3e4, torch.float32)}
+Z_LOSS = 0.05
 DEVIATION = {"ordinary": 2e-6, "bf16": 2e-6, "large": 1e-2}
 
 
@@ -46,7 +47,7 @@ def inputs(kind):
 
 
 def measure(rank, world_size):
-    """{kind: {padded: (losses, gradient of the masked sum)}} on this tensor-parallel rank."""
+    """{kind: {padded: (losses, gradient of the masked sum, both and log sum exp with a z-loss)}} on this rank."""
     from tests.distributed.model_case import Grid, start
 
     start(Grid(tensor=world_size))
@@ -59,7 +60,11 @@ def measure(rank, world_size):
             leaf = whole.chunk(world_size, dim=-1)[rank].clone().requires_grad_()
             losses = token_losses(leaf * 1.0, labels, VOCAB, rank, world_size)
             (losses * mask).sum().backward()
-            found.setdefault(kind, {})[padded] = (losses.detach(), leaf.grad)
+            z_leaf = leaf.detach().clone().requires_grad_()
+            with_z, normalizers = token_losses_and_normalizers(z_leaf * 1.0, labels, VOCAB, rank, world_size)
+            ((with_z + Z_LOSS * normalizers.square()) * mask).sum().backward()
+            z_results = (with_z.detach(), normalizers.detach(), z_leaf.grad)
+            found.setdefault(kind, {})[padded] = (losses.detach(), leaf.grad, *z_results)
     return found
 
 
@@ -85,6 +90,27 @@ def test_token_losses_are_the_cross_entropy_over_the_real_vocabulary(measured, k
     assert not gradient[mask == 0].any() and gradient[mask > 0].any()
     rounding = 1 / 128 if kind == "bf16" else 1e-6
     assert ((gradient[..., :VOCAB] - leaf.grad).abs() <= rounding * leaf.grad.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "padded"), [(size, padded) for size in PADDED for padded in PADDED[size]])
+def test_a_z_loss_adds_the_square_of_the_dense_log_sum_exp(measured, kind, size, padded):
+    logits, labels, mask = inputs(kind)
+    leaf = logits.double().requires_grad_()
+    normalizers = torch.logsumexp(leaf, dim=-1)
+    losses = F.cross_entropy(leaf.permute(0, 2, 1), labels.t(), reduction="none")
+    ((losses + Z_LOSS * normalizers.square()) * mask).sum().backward()
+    ranks = [rank[kind][padded] for rank in measured[size]]
+    assert torch.equal(ranks[0][2], ranks[0][0]), "the losses are those without a z-loss"
+    found = ranks[0][3]
+    assert found.dtype == torch.float32 and all(torch.equal(found, other[3]) for other in ranks)
+    assert ((found - normalizers).abs() <= 2e-6 + 2e-7 * normalizers).all()  # the second term: fp32 rounding
+    gradient = torch.cat([rank[4] for rank in ranks], dim=-1)
+    assert not gradient[..., VOCAB:].any() and not gradient[mask == 0].any()
+    plain = torch.cat([rank[1] for rank in ranks], dim=-1)[..., :VOCAB]
+    assert (plain - leaf.grad).norm() > 0.1 * plain.norm(), "the z-loss has a gradient of its own"
+    rounding, largest = 1 / 64 if kind == "bf16" else 2e-6, leaf.grad.abs().max()
+    assert ((gradient[..., :VOCAB] - leaf.grad).abs() <= rounding * leaf.grad.abs() + 2e-6 * largest).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

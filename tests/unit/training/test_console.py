@@ -100,6 +100,7 @@ def test_time_left_follows_a_change_of_speed():
 def test_tags_group_the_passes():
     assert tag_of("loss_pass_2") == "loss/pass_2"
     assert tag_of("validation_loss_pass_1") == "validation_loss/pass_1"
+    assert tag_of("pass_share_3") == "pass_share/pass_3"
     assert tag_of("grad_norm") == "train/grad_norm"
 
 

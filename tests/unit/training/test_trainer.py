@@ -121,8 +121,8 @@ def test_status_and_rows_after_a_resume(tmp_path, capsys):
     config = PretrainConfig()
     config.run.dir, config.logging.tensorboard = str(tmp_path), False
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {n}.5}}\n' for n in (1, 2, 3, 4)) + '{"st')
-    plan = SimpleNamespace(train_steps=6, sequence_length=10)
-    state = TrainerState(step=2, consumed_samples=16)
+    plan = SimpleNamespace(train_steps=6, sequence_length=10, phase_start_steps=(0, 4))
+    state = TrainerState(step=2, consumed_samples=16, phase_start_steps=[0, 4], pass_counts=[1, 0, 1])
     reporter = Reporter(config, plan, active=True)
     changes = ["training.train_steps: 5 -> 6"]
     reporter.resuming(tmp_path / "checkpoints" / "step_00000002", state, changes)
@@ -136,6 +136,8 @@ def test_status_and_rows_after_a_resume(tmp_path, capsys):
     expected = {"state": "failed", "step": 2, "loss": 2.5, "tokens": 160, "last_checkpoint": "step_00000002"}
     assert expected.items() <= status.items()
     shown = capsys.readouterr().out
-    assert "changed since then: training.train_steps: 5 -> 6" in shown and "phases of feedback.schedule" in shown
+    assert "changed since then: training.train_steps: 5 -> 6" in shown and "the learning rate and the order" in shown
+    assert "feedback.schedule start at steps 0, 4, as stored; a new run has 0, 5" in shown
+    assert "steps by passes so far: 1: 1 (50.00%), 3: 1 (50.00%); mean passes 2.0000" in shown
     Reporter(config, plan, active=False).begin(state)
     assert capsys.readouterr().out == ""
