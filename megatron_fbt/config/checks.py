@@ -25,7 +25,7 @@ def validate_config(
         ConfigError: listing every problem found with field, value and remedy.
     """
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
-    problems = _model_problems(config) + _length_problems(config) + _muon_problems(config)
+    problems = _model_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
     world_size = world_size or config.parallel.world_size
     if world_size is not None:
         problems += _world_problems(config, world_size, phase_start_steps)
@@ -114,6 +114,16 @@ def _muon_problems(config: PretrainConfig) -> List[str]:
     return [
         f"parallel.tensor_model_parallel_size = {tensor}: optimizer.type = 'muon' would orthogonalise each process's "
         "shard of a matrix instead of the matrix; set it to 1, or optimizer.type to adamw"
+    ]
+
+
+def _region_problems(config: PretrainConfig) -> List[str]:
+    """The boundary at the prompt's end needs data that know where the prompt ends."""
+    if config.feedback.prefix.granularity != "prompt" or config.data.format == "conversations":
+        return []
+    return [
+        f"feedback.prefix.granularity = 'prompt': data.format = {config.data.format!r} marks no prompts; set it to "
+        "conversations, or feedback.prefix.granularity to row or document"
     ]
 
 

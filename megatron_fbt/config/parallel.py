@@ -16,6 +16,8 @@ class ParallelConfig(Section):
     """Layers of the first stage, which also embeds and fuses; null = as many as the others."""
     num_layers_in_last_pipeline_stage: Optional[int] = None
     """Layers of the last stage, which also holds the output head, run once in each pass; null = as the others."""
+    virtual_pipeline_model_parallel_size: Optional[int] = None
+    """Interleaved pipeline chunks on each stage. Refused: the passes of a batch take their place in the schedule."""
     context_parallel_size: int = 1
     sequence_parallel: bool = False
     """Split the sequence over the tensor-parallel ranks outside of attention and MLP."""
@@ -48,5 +50,12 @@ class ParallelConfig(Section):
         if rules.usable("overlap_param_gather") and self.overlap_param_gather:
             why = "the K views of a stage read its weights without the module whose calls would wait for the gather"
             rules.add("overlap_param_gather", why, "set it to false")
+        if (
+            rules.usable("virtual_pipeline_model_parallel_size")
+            and self.virtual_pipeline_model_parallel_size is not None
+        ):
+            why = "the schedule's virtual chunks are the passes of a batch, so a stage is one piece"
+            remedy = "set it to null; with K passes the pipeline bubble is a K-th as large without chunks"
+            rules.add("virtual_pipeline_model_parallel_size", why, remedy)
         rules.integers("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         return rules.problems

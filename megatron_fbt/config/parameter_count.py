@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import List
 
 from megatron_fbt.config.model import ModelConfig
 from megatron_fbt.config.parallel import ParallelConfig
+from megatron_fbt.config.pipeline_split import stage_layers
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
@@ -46,21 +46,6 @@ def fusion_parameters(model: ModelConfig) -> int:
     return 2 * model.hidden_size**2
 
 
-def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> List[int]:
-    """Layers of each pipeline stage; what the first and last stage do not take by name is split evenly."""
-    stages = parallel.pipeline_model_parallel_size
-    if stages == 1:
-        return [model.num_layers]
-    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
-    named = [count for count in (first, last) if count is not None]
-    others = stages - len(named)
-    even = (model.num_layers - sum(named)) // others if others else 0
-    layers = [even] * stages
-    layers[0] = even if first is None else first
-    layers[-1] = even if last is None else last
-    return layers
-
-
 def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
     """Count the parameters of the whole model, the fusion layer included."""
     table = vocab_size * model.hidden_size
@@ -78,7 +63,7 @@ def largest_rank_parameters(model: ModelConfig, parallel: ParallelConfig, vocab_
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor)
     table = padded // tensor * model.hidden_size
-    held = [layers * layer_parameters(model, tensor) for layers in stage_layers(model, parallel)]
+    held = [layers * layer_parameters(model, tensor) for layers in stage_layers(parallel, model.num_layers)]
     held[0] += table + fusion_parameters(model) // tensor
     held[-1] += model.hidden_size
     if stages > 1 or not model.share_embeddings_and_output_weights:

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from megatron_fbt.config.feedback import FeedbackConfig, resolved_input_scale
 from megatron_fbt.config.parameter_count import count_parameters, largest_rank_parameters, padded_vocab_size
+from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
 
@@ -21,7 +22,7 @@ class RunPlan:
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
     data_parallel_size: int
-    layers_per_stage: int
+    layers_per_stage: Tuple[int, ...]
     vocab_size: int
     padded_vocab_size: int
     parameters: int
@@ -74,7 +75,7 @@ class RunPlan:
         )
         return [
             ("processes", layout),
-            ("layers per stage", f"{self.layers_per_stage:,}"),
+            ("layers per stage", _layers(self.layers_per_stage)),
             ("vocabulary", f"{self.vocab_size:,} (padded to {self.padded_vocab_size:,})"),
             ("parameters", f"{self.parameters:,} (fusion {self.fusion_parameters:,})"),
             ("parameters, fullest process", f"{self.largest_rank_parameters:,}"),
@@ -97,6 +98,11 @@ class RunPlan:
             ("token-equivalents", f"{self.token_equivalents:,.0f}"),
             ("passes in validation", f"{self.validation_passes}"),
         ]
+
+
+def _layers(stages: Tuple[int, ...]) -> str:
+    """One number for equal stages, else that of each stage."""
+    return f"{stages[0]:,}" if len(set(stages)) == 1 else ", ".join(map(str, stages))
 
 
 def make_plan(
@@ -124,7 +130,7 @@ def make_plan(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         data_parallel_size=data_parallel_size,
-        layers_per_stage=model.num_layers // parallel.pipeline_model_parallel_size,
+        layers_per_stage=tuple(stage_layers(parallel, model.num_layers)),
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor),
         parameters=count.total,

@@ -68,6 +68,23 @@ ONE_PASS = [PassPhase(0.0, {1: 1.0})]
             {"parallel__pipeline_model_parallel_size": 3},
             ["model.num_layers = 4", "pipeline_model_parallel_size = 3"],
         ),
+        (
+            2,
+            {"parallel__pipeline_model_parallel_size": 2, "parallel__num_layers_in_last_pipeline_stage": 4},
+            ["num_layers_in_last_pipeline_stage = 4: leaves 0 of model.num_layers = 4 for 1 other"],
+        ),
+        (
+            4,
+            {"parallel__pipeline_model_parallel_size": 4, "parallel__num_layers_in_first_pipeline_stage": 2},
+            ["num_layers_in_first_pipeline_stage = 2: leaves 2 of model.num_layers = 4 for 3 other"],
+        ),
+        (
+            2,
+            {"parallel__pipeline_model_parallel_size": 2, "parallel__num_layers_in_first_pipeline_stage": 2}
+            | {"parallel__num_layers_in_last_pipeline_stage": 1},
+            ["first_pipeline_stage = 2 and parallel.num_layers_in_last_pipeline_stage = 1: add up to 3", "= 4; "],
+        ),
+        (1, {"parallel__num_layers_in_first_pipeline_stage": 2}, ["first_pipeline_stage = 2: there is one"]),
         (3, {}, ["training.global_batch_size = 8", "data-parallel size 3", "= 3"]),
         (2, {"training__rampup_batch_size": [4, 1, 100]}, ["training.rampup_batch_size = [4, 1, 100]", "5 rows"]),
         (
@@ -101,6 +118,7 @@ def test_refused_with_its_numbers(world_size, values, parts):
         (8, {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}),
         (8, {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 2}),
         (4, {"parallel__pipeline_model_parallel_size": 4}),
+        (2, {"parallel__pipeline_model_parallel_size": 2, "parallel__num_layers_in_last_pipeline_stage": 1}),
         (1, {"optimizer__lr_warmup_steps": 75}),
         (1, {"optimizer__lr_warmup_steps": 80, "optimizer__lr_decay_style": "cosine"}),
         (2, {"training__rampup_batch_size": [4, 2, 100]}),

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_fbt.config.model import ModelConfig
 from megatron_fbt.config.parallel import ParallelConfig
-from megatron_fbt.config.parameter_count import count_parameters, largest_rank_parameters, stage_layers
+from megatron_fbt.config.parameter_count import count_parameters, largest_rank_parameters
+from megatron_fbt.config.pipeline_split import stage_layers
 
 SMALL = ModelConfig(num_layers=6, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, num_query_groups=1)
 
@@ -52,7 +53,7 @@ def test_stages_may_be_uneven(stages, first, last, expected):
         num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,
     )
-    assert stage_layers(SMALL, parallel) == expected
+    assert stage_layers(parallel, SMALL.num_layers) == expected
 
 
 def test_the_fullest_rank_of_uneven_stages():

@@ -82,7 +82,7 @@ def test_sizes():
     config.training.micro_batch_size = 2
     config.training.global_batch_size = 24
     plan = make_plan(config, world_size=12, vocab_size=1003)
-    assert (plan.data_parallel_size, plan.layers_per_stage, plan.num_microbatches) == (3, 2, 4)
+    assert (plan.data_parallel_size, plan.layers_per_stage, plan.num_microbatches) == (3, (2, 2), 4)
     assert (plan.train_steps, plan.train_samples, plan.train_tokens) == (100, 2400, 2400 * 16)
     assert (plan.tokens_per_step, plan.padded_vocab_size) == (384, 1024)
 
