@@ -192,3 +192,22 @@ def test_resolve_world_size():
     assert resolve_world_size(cluster, {"WORLD_SIZE": "8"}, dry_run=True) == 1024
     with pytest.raises(ConfigError, match=r"parallel\.world_size = 1024.*8 processes"):
         resolve_world_size(cluster, {"WORLD_SIZE": "8"}, dry_run=False)
+
+
+def test_the_micro_batch_rule_knows_where_a_resumed_run_starts_its_phases():
+    ramp = {"parallel__pipeline_model_parallel_size": 4, "training__rampup_batch_size": [2, 2, 100]}
+    validate_config(make(**ramp), 4, phase_start_steps=[0, 31])
+    with pytest.raises(ConfigError, match="global_batch_size = 6:"):
+        validate_config(make(**ramp), 4, phase_start_steps=[0, 30])
+
+
+def test_a_boundary_at_the_prompts_end_needs_data_with_prompts():
+    config = make()
+    config.feedback.prefix.granularity = "prompt"
+    with pytest.raises(
+        ConfigError, match=r"prefix\.granularity = 'prompt': data\.format = 'indexed' marks no prompts; "
+    ):
+        validate_config(config)
+    config.data.format = "conversations"
+    config.data.paths = ["chats.jsonl"]
+    validate_config(config)

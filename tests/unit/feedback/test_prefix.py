@@ -1,9 +1,12 @@
 """Cuts of the prefix mix-in, and document starts."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron_fbt.config.feedback import PrefixConfig
+from megatron_fbt.feedback.counter import PREFIX, counter_hash, uniform
 from megatron_fbt.feedback.prefix import document_spans, fused_positions
 
 OFF, ROW, DOCUMENT = PrefixConfig(0.0), PrefixConfig(), PrefixConfig(granularity="document")
@@ -137,3 +140,67 @@ def test_a_row_of_document_starts_or_of_one_token_has_nothing_to_fuse():
     for config in (OFF, ROW, DOCUMENT):
         assert not fused_positions(config, torch.ones(3, 8, dtype=torch.bool), torch.arange(3), 2, 1).any()
         assert not fused_positions(config, torch.ones(3, 1, dtype=torch.bool), torch.arange(3), 2, 1).any()
+
+
+def test_the_data_decide_where_a_prompt_ends():
+    config = PrefixConfig(granularity="prompt", probability=0.0)
+    region = torch.zeros(4, 16, dtype=torch.bool)
+    region[0, 3:9], region[1], region[3, 1:4], region[3, 12:] = True, True, True, True
+    for pass_number, seed in ((2, 1), (3, 1), (2, 9)):
+        found = fused_positions(config, STARTS, IDS, pass_number, seed, region)
+        assert show(found) == ["...FF..FF.......", "." + 15 * "F", 16 * ".", ".FFF........FFFF"]
+
+
+def test_a_region_says_nothing_to_the_other_granularities():
+    for config in (OFF, ROW, DOCUMENT):
+        region = torch.zeros(4, 16, dtype=torch.bool)
+        expected = fused_positions(config, STARTS, IDS, 2, 1234)
+        assert torch.equal(fused_positions(config, STARTS, IDS, 2, 1234, region), expected)
+
+
+@pytest.mark.parametrize("granularity", ["row", "document"])
+def test_low_high_and_exponent_reshape_the_same_draws(granularity):
+    """The plain length of each draw is worked out again from the default's own uniform numbers."""
+    count, length = 400, 64
+    starts = starts_at(length, *[(20,)] * count)
+    ids = torch.arange(count)
+    index = torch.tensor([[0], [1]]) if granularity == "document" else torch.tensor([[0]])
+    spans = [(0, 20), (20, 64)] if granularity == "document" else [(0, 64)]
+    u = uniform(counter_hash(5, PREFIX, ids[None], 3, index))
+    for low, high, exponent in ((0.0, 1.0, 1.0), (0.25, 0.5, 1.0), (0.0, 1.0, 3.0), (0.1, 0.9, 0.5), (0.5, 0.5, 1.0)):
+        config = PrefixConfig(low=low, high=high, exponent=exponent, granularity=granularity)
+        fused = fused_positions(config, starts, ids, 3, 5)
+        for (begin, end), draws in zip(spans, u):
+            plain = 1 + torch.floor((low + (high - low) * draws**exponent) * (end - begin)).long()
+            expected = torch.arange(end - begin) >= plain[:, None]
+            assert torch.equal(fused[:, begin:end], expected & ~starts[:, begin:end]), (low, high, exponent)
+
+
+@pytest.mark.parametrize("config", [ROW, DOCUMENT], ids=["row", "document"])
+def test_a_chance_below_one_leaves_out_whole_mix_ins_and_changes_no_cut(config):
+    count = 4000
+    starts = starts_at(32, *[(16,)] * count)
+    always, off = (fused_positions(c, starts, torch.arange(count), 2, 7) for c in (config, OFF))
+    shares = {}
+    for chance in (0.0, 0.3, 0.9):
+        partly = dataclasses.replace(config, probability=chance)
+        found = fused_positions(partly, starts, torch.arange(count), 2, 7)
+        halves = [slice(0, 32)] if config is ROW else [slice(0, 16), slice(16, 32)]
+        for half in halves:
+            same, without = ((found[:, half] == other[:, half]).all(1) for other in (always, off))
+            assert (same | without).all()
+            clear = (always[:, half] != off[:, half]).any(1)
+            shares[chance, half.start] = (same & clear).sum().item() / clear.sum().item()
+    for (chance, _), share in shares.items():
+        assert share == pytest.approx(chance, abs=0.035)
+    if config is DOCUMENT:
+        left, right = ((found[:, half] == off[:, half]).all(1).double() for half in halves)
+        assert torch.corrcoef(torch.stack([left, right]))[0, 1].abs() < 0.06, "documents draw for themselves"
+
+
+def test_a_chance_is_drawn_anew_in_each_pass():
+    half = PrefixConfig(probability=0.5, low=1.0)
+    starts = starts_at(8, *[()] * 2000)
+    second, third = ((fused_positions(half, starts, torch.arange(2000), k, 7)).any(1).double() for k in (2, 3))
+    assert second.mean() == pytest.approx(0.5, abs=0.05)
+    assert torch.corrcoef(torch.stack([second, third]))[0, 1].abs() < 0.08
