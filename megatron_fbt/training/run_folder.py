@@ -204,12 +204,12 @@ def _written_sections(checkpoint: Path) -> Dict[str, Any]:
 
 
 def refuse_another_model(config: PretrainConfig, checkpoint: Path) -> None:
-    """Refuse to go on from a checkpoint whose weights mean something else in the configured model.
+    """Refuse to go on from a checkpoint whose weights mean something else, or whose optimizer keeps other states.
 
     Raises:
         CheckpointError: naming the fields; or the checkpoint's configuration is missing or damaged.
     """
-    old, new = _meaning(written_config(checkpoint)), _meaning(config)
+    old, new = ({**_meaning(c), "optimizer.type": c.optimizer.type} for c in (written_config(checkpoint), config))
     differing = [
         f"{name} = {value}: the checkpoint has {old[name]}"
         for name, value in new.items()
@@ -217,7 +217,7 @@ def refuse_another_model(config: PretrainConfig, checkpoint: Path) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{checkpoint} is of another model: {'; '.join(differing)}. Set these fields to the checkpoint's values, "
+            f"{checkpoint} is of another model or optimizer: {'; '.join(differing)}. Set these fields to the checkpoint's values, "
             "or choose another run.dir"
         )
 

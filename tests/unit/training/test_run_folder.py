@@ -101,6 +101,7 @@ def test_the_run_folder_is_made_and_must_be_a_folder(tmp_path):
         ("model.input_norm", "none"),
         ("model.share_embeddings_and_output_weights", False),
         ("feedback.input_scale", 0.5),
+        ("optimizer.type", "muon"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path, field, value):
