@@ -6,7 +6,7 @@ literal U+2581 in a text falls back to bytes like any other character outside th
 
 import json
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Tuple
 
 from megatron_fbt.errors import DataError
 
@@ -26,14 +26,13 @@ _PROBES = (
 )
 
 
-def save_sentencepiece_for_huggingface(tokenizer, model, folder, chat_template: Optional[str] = None) -> None:
+def save_sentencepiece_for_huggingface(tokenizer, model, folder) -> None:
     """Write tokenizer.json, tokenizer_config.json, special_tokens_map.json and, if there is one, chat_template.jinja.
 
     Args:
         tokenizer: The project's SentencePiece tokenizer.
         model: Its sentencepiece.SentencePieceProcessor.
         folder: Where the files go; made if missing.
-        chat_template: See Tokenizer.save_for_huggingface.
 
     Raises:
         DataError: The model is not byte-fallback BPE without normalization, or the result would encode differently.
@@ -62,14 +61,14 @@ def save_sentencepiece_for_huggingface(tokenizer, model, folder, chat_template: 
             special[name] = model.id_to_piece(token)
     options = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "split_special_tokens": chat_template is None,
+        "split_special_tokens": tokenizer.saved_chat_template is None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),
     }
     _write_json(folder / "tokenizer_config.json", {**special, **options})
     _write_json(folder / "special_tokens_map.json", special)
-    if chat_template is not None:
-        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    if tokenizer.saved_chat_template is not None:
+        (folder / "chat_template.jinja").write_text(tokenizer.saved_chat_template, encoding="utf-8")
 
 
 def _fast_tokenizer(tokenizer, model):

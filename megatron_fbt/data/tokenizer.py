@@ -24,11 +24,14 @@ class Tokenizer(ABC):
         vocab_size: Number of token ids (not padded); every id is below it.
         unique_identifiers: What names this tokenizer in the key of a data set's index cache.
         pad: -1, an id that no document contains: Megatron-Core's data sets mask nothing.
+        saved_chat_template: Chat template that save_for_huggingface stores. The stored tokenizer then takes names of
+            control tokens in its input for these tokens, as a rendered chat needs it; with None they are text.
     """
 
     vocab_size: int
     unique_identifiers: "OrderedDict[str, str]"
     pad: int = -1
+    saved_chat_template: Optional[str] = None
 
     @property
     @abstractmethod
@@ -75,13 +78,8 @@ class Tokenizer(ABC):
         return ids
 
     @abstractmethod
-    def save_for_huggingface(self, folder, chat_template: Optional[str] = None) -> None:
+    def save_for_huggingface(self, folder) -> None:
         """Write files from which ``transformers.AutoTokenizer`` loads an equal tokenizer offline.
-
-        Args:
-            folder: Where to write; made if it does not exist.
-            chat_template: Stored with the tokenizer, which then takes names of control tokens in its input for these
-                tokens, as a rendered chat needs it; None = names of control tokens are text.
 
         Raises:
             DataError: This tokenizer has no equal among Hugging Face's fast tokenizers.
@@ -208,10 +206,10 @@ class SentencePieceTokenizer(Tokenizer):
         ids = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
         return {name: model.id_to_piece(token) for name, token in ids.items() if token >= 0}
 
-    def save_for_huggingface(self, folder, chat_template: Optional[str] = None) -> None:
+    def save_for_huggingface(self, folder) -> None:
         from megatron_fbt.data.sentencepiece_export import save_sentencepiece_for_huggingface
 
-        save_sentencepiece_for_huggingface(self, self._model, folder, chat_template)
+        save_sentencepiece_for_huggingface(self, self._model, folder)
 
 
 def _decode_bytes(run: bytearray) -> str:
@@ -286,13 +284,13 @@ class HuggingFaceTokenizer(Tokenizer):
             self._chat_backend.encode_special_tokens = False
         return self._chat_backend.encode(text, add_special_tokens=False).ids
 
-    def save_for_huggingface(self, folder, chat_template: Optional[str] = None) -> None:
-        split, previous = chat_template is None, self._tokenizer.chat_template
+    def save_for_huggingface(self, folder) -> None:
+        split = self.saved_chat_template is None
         self._tokenizer.split_special_tokens = split
         self._tokenizer.init_kwargs.update(split_special_tokens=split, clean_up_tokenization_spaces=False)
-        self._tokenizer.chat_template = previous if chat_template is None else chat_template
+        if self.saved_chat_template is not None:
+            self._tokenizer.chat_template = self.saved_chat_template
         self._tokenizer.save_pretrained(str(folder))
-        self._tokenizer.chat_template = previous
 
 
 def _load_fast_tokenizer(folder: Path):

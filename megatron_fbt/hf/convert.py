@@ -3,45 +3,12 @@
 from pathlib import Path
 from typing import Any, Dict, Optional, Union
 
-from megatron_fbt.config.load import load_yaml
+from megatron_fbt.data.chat import chat_template
 from megatron_fbt.data.tokenizer import build_tokenizer
-from megatron_fbt.errors import CheckpointError
 from megatron_fbt.hf.export import check_output, export_model
 from megatron_fbt.hf.weights import parse_dtype
 from megatron_fbt.training.checkpoint import read_weights
-
-TRACKER = "latest"
-
-
-def find_step_folder(checkpoint: Union[str, Path]) -> Path:
-    """Folder of one checkpoint.
-
-    Args:
-        checkpoint: The step's folder itself, a `checkpoints` folder or a run folder; of the last two, the checkpoint
-            that the tracker file `latest` names.
-
-    Raises:
-        CheckpointError: No checkpoint there; the message has the path.
-    """
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {folder}: no such folder. Name a step_... folder, or the run's folder.")
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    tracker = folder / TRACKER
-    if tracker.is_file():
-        name = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if not name or Path(name).name != name or not (folder / name).is_dir():
-            raise CheckpointError(
-                f"{tracker}: names {name!r}, which is not a folder beside it. Name a step_... folder."
-            )
-        folder = folder / name
-    if not (folder / "config.yaml").is_file():
-        raise CheckpointError(
-            f"checkpoint {folder}: neither config.yaml nor a tracker file '{TRACKER}' in it. "
-            "Name a step_... folder, or the run's folder."
-        )
-    return folder
+from megatron_fbt.training.run_folder import find_step_folder, written_config
 
 
 def convert_checkpoint(
@@ -74,6 +41,8 @@ def convert_checkpoint(
     if tokenizer_path is not None:
         config.data.tokenizer.path = tokenizer_path
     tokenizer = build_tokenizer(config.data.tokenizer)
+    if config.data.format == "conversations":
+        tokenizer.saved_chat_template = chat_template(config.data, tokenizer)
     number_format = parse_dtype(dtype or config.precision.dtype)
     report = export_model(read_weights(step), config, tokenizer, output, number_format, force)
     return {"checkpoint": str(step), **report}

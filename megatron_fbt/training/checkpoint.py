@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 
 from megatron_fbt.core.checkpoint_io import check_files, load_tensors, read_tensors, save_tensors
 from megatron_fbt.core.grad_sync import FUSION_GROUP
-from megatron_fbt.core.optimizer_state import read_state, set_group_steps, state_kinds, write_state
+from megatron_fbt.core.optimizer_state import MASTER, read_state, set_group_steps, state_kinds, write_state
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.errors import CheckpointError
@@ -113,6 +113,22 @@ class Checkpointer:
         counts = [state.fusion_updates if group.get(FUSION_GROUP) else state.updates for group in groups]
         set_group_steps(optimizer.megatron, counts)
         return state
+
+    @torch.no_grad()
+    def load_weights(self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer) -> None:
+        """Read the weights alone into place, from the float32 master weights of whatever number format wrote them.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
+        """
+        on_first_rank(lambda: check_files(checkpoint))
+        params = dict(stage.named_parameters())
+        empty = {name: {MASTER: torch.empty(param.shape, dtype=torch.float32)} for name, param in params.items()}
+        content = load_tensors(_sharded_like_weights(stage, self.layout, empty), checkpoint)
+        for name, param in params.items():
+            master = content[f"optimizer.{MASTER}.{name}"]
+            param.copy_(master)
+            write_state(optimizer.megatron, param, {MASTER: master}, updates=0)
 
 
 def _model_state(stage: FBTStage, layout: Layout) -> dict:

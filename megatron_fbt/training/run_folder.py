@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Union
 
 import yaml
 
@@ -112,6 +112,37 @@ def latest_checkpoint(folder: Path) -> Optional[Path]:
     return checkpoint
 
 
+def find_step_folder(checkpoint: Union[str, Path]) -> Path:
+    """Folder of one checkpoint.
+
+    Args:
+        checkpoint: The step's folder itself, a `checkpoints` folder or a run folder; of the last two, the checkpoint
+            that the tracker file `latest` names.
+
+    Raises:
+        CheckpointError: No checkpoint there; the message has the path.
+    """
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder}: no such folder. Name a step_... folder, or the run's folder.")
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    tracker = folder / TRACKER
+    if tracker.is_file():
+        name = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if not name or Path(name).name != name or not (folder / name).is_dir():
+            raise CheckpointError(
+                f"{tracker}: names {name!r}, which is not a folder beside it. Name a step_... folder."
+            )
+        folder = folder / name
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"checkpoint {folder}: neither config.yaml nor a tracker file '{TRACKER}' in it. "
+            "Name a step_... folder, or the run's folder."
+        )
+    return folder
+
+
 def read_trainer_state(checkpoint: Path) -> TrainerState:
     """Counters of a checkpoint.
 
@@ -203,6 +234,20 @@ def _written_sections(checkpoint: Path) -> Dict[str, Any]:
     return sections
 
 
+def initial_checkpoint(config: PretrainConfig) -> Optional[Path]:
+    """The checkpoint whose weights a new run starts from; None if checkpoint.init_from is not set.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    if config.checkpoint.init_from is None:
+        return None
+    checkpoint = find_step_folder(config.checkpoint.init_from)
+    old, new = _meaning(written_config(checkpoint)), _meaning(config)
+    _refuse_differences(f"{checkpoint} is of another model", old, new, "name another checkpoint.init_from")
+    return checkpoint
+
+
 def refuse_another_model(config: PretrainConfig, checkpoint: Path) -> None:
     """Refuse to go on from a checkpoint whose weights mean something else, or whose optimizer keeps other states.
 
@@ -210,6 +255,10 @@ def refuse_another_model(config: PretrainConfig, checkpoint: Path) -> None:
         CheckpointError: naming the fields; or the checkpoint's configuration is missing or damaged.
     """
     old, new = ({**_meaning(c), "optimizer.type": c.optimizer.type} for c in (written_config(checkpoint), config))
+    _refuse_differences(f"{checkpoint} is of another model or optimizer", old, new, "choose another run.dir")
+
+
+def _refuse_differences(what: str, old: Dict[str, Any], new: Dict[str, Any], remedy: str) -> None:
     differing = [
         f"{name} = {value}: the checkpoint has {old[name]}"
         for name, value in new.items()
@@ -217,8 +266,7 @@ def refuse_another_model(config: PretrainConfig, checkpoint: Path) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{checkpoint} is of another model or optimizer: {'; '.join(differing)}. Set these fields to the checkpoint's values, "
-            "or choose another run.dir"
+            f"{what}: {'; '.join(differing)}. Set these fields to the checkpoint's values, or {remedy}"
         )
 
 

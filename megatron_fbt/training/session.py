@@ -15,6 +15,7 @@ from megatron_fbt.training.reporter import Reporter
 from megatron_fbt.training.run_folder import (
     changed_fields,
     checkpoints_folder,
+    initial_checkpoint,
     latest_checkpoint,
     read_trainer_state,
     refuse_another_model,
@@ -61,15 +62,21 @@ def run_session(
 
 
 def _train(config, plan, tokenizer, layout, reporter: Reporter, signals: SignalWatcher) -> None:
+    checkpoint = latest_checkpoint(checkpoints_folder(config))
+    source = initial_checkpoint(config) if checkpoint is None else None
     reporter.starting("opening the data; row indices that are not cached yet are built")
     validation_rows = config.training.eval_iters * config.training.global_batch_size
     datasets = build_datasets(config, tokenizer, plan.train_samples, validation_rows)
     reporter.say(f"building the model: {plan.parameters:,} parameters, {plan.largest_rank_parameters:,} on one process")
     trainer = Trainer(config, plan, layout, datasets, tokenizer.eod)
-    checkpoint = latest_checkpoint(checkpoints_folder(config))
     if checkpoint is not None:
         refuse_another_model(config, checkpoint)
         reporter.resuming(checkpoint, read_trainer_state(checkpoint), changed_fields(config, checkpoint))
         trainer.resume(checkpoint)
+        if config.checkpoint.init_from is not None:
+            reporter.say("checkpoint.init_from is not read: the run resumes from its own checkpoint")
+    elif source is not None:
+        trainer.checkpointer.load_weights(source, trainer.stage, trainer.optimizer)
+        reporter.say(f"a new run with the weights of {source}")
     reporter.begin(trainer.state)
     trainer.train(reporter, signals)
