@@ -6,7 +6,7 @@ Self-contained: this file is copied into every exported model folder, so it impo
 from transformers import PretrainedConfig
 
 INPUT_NORMS = ("rms", "none")
-FUSIONS = ("gate",)
+FUSIONS = ("gate", "concat", "add")
 REGIMES = ("standard", "soft", "fused", "recurrent")
 
 
@@ -22,15 +22,23 @@ class FBTConfig(PretrainedConfig):
         num_key_value_heads: Key/value heads; None = num_attention_heads.
         head_dim: Size of one head; None = hidden_size // num_attention_heads.
         qk_layernorm: RMSNorm on queries and keys, per head.
+        attention_output_gate: Multiply each attention output by the sigmoid of a projection of the layer's input.
+        sliding_window: Positions that a query sees, its own included; None = all earlier ones.
+        window_attn_skip_freq: Every n-th layer (counted from 1) sees all earlier positions all the same; None = none.
+        residual_multiplier: Factor of each residual branch (attention, MLP), before it is added.
         rms_norm_eps: Epsilon of every norm, the weightless norm N of the fusion included.
         rope_theta: Base of the rotary position embedding.
         max_position_embeddings: Longest sequence seen in training, in tokens; longer ones are not refused.
-        initializer_range: Standard deviation of initial weights; residual outputs use it / sqrt(2 num_hidden_layers).
+        initializer_range: Standard deviation of initial weights.
+        scaled_init: Residual outputs start with initializer_range / sqrt(2 num_hidden_layers).
         attention_dropout: Dropout on attention probabilities, in training.
         hidden_dropout: Dropout on the residual branches and the embedding, in training.
         input_norm: What the stack reads at a plain position: N(e) ("rms") or the embedding e itself ("none").
-        fusion: "gate": u = N((W_U h) * sigmoid(W_G N(e))) * input_scale.
+        fusion: What a fused input is N(...) * input_scale of: "gate" (W_U h) * sigmoid(W_G N(e)), "concat"
+            W_C [N(h); N(e)], "add" W_U h + W_T N(e).
         input_scale: Scale of a fused input.
+        reset_attention_mask: Attention stays within documents, in calls that give `document_starts`.
+        reset_position_ids: Positions are counted from the start of each document, in such calls.
         passes: Parallel passes K of a forward call that names neither `passes` nor `regime`.
         regime: Regime of a `generate` call that names none: "standard", "soft", "fused" or "recurrent".
         tie_word_embeddings: Embedding and output head are one matrix.
@@ -52,15 +60,22 @@ class FBTConfig(PretrainedConfig):
         num_key_value_heads=None,
         head_dim=None,
         qk_layernorm=False,
+        attention_output_gate=False,
+        sliding_window=None,
+        window_attn_skip_freq=None,
+        residual_multiplier=1.0,
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position_embeddings=1024,
         initializer_range=0.02,
+        scaled_init=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         input_norm="rms",
         fusion="gate",
         input_scale=1.0,
+        reset_attention_mask=False,
+        reset_position_ids=False,
         passes=1,
         regime="soft",
         use_cache=True,
@@ -78,15 +93,22 @@ class FBTConfig(PretrainedConfig):
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
         self.qk_layernorm = qk_layernorm
+        self.attention_output_gate = attention_output_gate
+        self.sliding_window = sliding_window
+        self.window_attn_skip_freq = window_attn_skip_freq
+        self.residual_multiplier = residual_multiplier
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range
+        self.scaled_init = scaled_init
         self.attention_dropout = attention_dropout
         self.hidden_dropout = hidden_dropout
         self.input_norm = input_norm
         self.fusion = fusion
         self.input_scale = input_scale
+        self.reset_attention_mask = reset_attention_mask
+        self.reset_position_ids = reset_position_ids
         self.passes = passes
         self.regime = regime
         self.use_cache = use_cache
@@ -98,6 +120,16 @@ class FBTConfig(PretrainedConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
+
+    @property
+    def documents_apart(self):
+        """Whether a call's `document_starts` change attention or positions, not only which inputs are plain."""
+        return self.reset_attention_mask or self.reset_position_ids
+
+    def window_of(self, layer_number):
+        """Positions that a query sees in a layer (counted from 1), its own included; None = all earlier ones."""
+        skips = self.window_attn_skip_freq is not None and layer_number % self.window_attn_skip_freq == 0
+        return None if skips else self.sliding_window
 
     def to_diff_dict(self):
         """What config.json holds: some versions of transformers leave out a value that is their own default."""
@@ -114,5 +146,7 @@ class FBTConfig(PretrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even, rotary embeddings turn pairs of channels")
-        if self.passes < 1:
-            raise ValueError(f"passes={self.passes}: must be at least 1")
+        for name in ("passes", "sliding_window", "window_attn_skip_freq"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")

@@ -20,7 +20,7 @@ from megatron_fbt.hf.configuration_fbt import FBTConfig
 from megatron_fbt.hf.model_card import model_card
 from megatron_fbt.hf.weights import to_hf_weights
 
-CODE_FILES = ("configuration_fbt.py", "generation_fbt.py", "modeling_fbt.py")
+CODE_FILES = ("configuration_fbt.py", "generation_fbt.py", "layers_fbt.py", "modeling_fbt.py")
 AUTO_MAP = {"AutoConfig": "configuration_fbt.FBTConfig", "AutoModelForCausalLM": "modeling_fbt.FBTForCausalLM"}
 
 
@@ -36,15 +36,22 @@ def hf_config(config: PretrainConfig, vocab_size: int, eod: int, dtype: torch.dt
         num_key_value_heads=model.query_groups,
         head_dim=model.head_size,
         qk_layernorm=model.qk_layernorm,
+        attention_output_gate=model.attention_output_gate,
+        sliding_window=model.sliding_window,
+        window_attn_skip_freq=model.window_attn_skip_freq,
+        residual_multiplier=model.residual_multiplier,
         rms_norm_eps=model.layernorm_epsilon,
         rope_theta=model.rotary_base,
         max_position_embeddings=config.data.sequence_length,
         initializer_range=model.init_method_std,
+        scaled_init=model.scaled_init,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
         input_norm=model.input_norm,
         fusion=feedback.fusion,
         input_scale=resolved_input_scale(config),
+        reset_attention_mask=config.data.reset_attention_mask,
+        reset_position_ids=config.data.reset_position_ids,
         passes=feedback.validation_passes,
         regime="soft" if feedback.max_passes > 1 else "standard",
         tie_word_embeddings=model.share_embeddings_and_output_weights,
@@ -85,8 +92,7 @@ def export_model(
     output, dtype_name = Path(output).absolute(), str(dtype).removeprefix("torch.")
     check_output(output, force)
     tensors = {
-        name: weight.to("cpu", dtype).contiguous().clone()
-        for name, weight in to_hf_weights(weights, config.model).items()
+        name: weight.to("cpu", dtype).contiguous().clone() for name, weight in to_hf_weights(weights, config).items()
     }
     vocab_size = tensors["model.embed_tokens.weight"].shape[0]
     if vocab_size != (config.model.vocab_size or tokenizer.vocab_size) or vocab_size < tokenizer.vocab_size:

@@ -1,6 +1,7 @@
 """The README.md of an exported model."""
 
 from string import Template
+from typing import Iterator
 
 from megatron_fbt.hf.configuration_fbt import FBTConfig
 
@@ -18,7 +19,7 @@ tags:
 
 A decoder-only transformer that feeds its top state back into the next position's input (arXiv:2608.08888), trained
 with megatron_fbt. $parameters parameters ($dtype), $layers layers, hidden size $hidden, vocabulary $vocabulary,
-trained on rows of $length tokens with up to $passes parallel passes.
+trained on rows of $length tokens with up to $passes parallel passes. $options
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,4 +61,18 @@ def model_card(exported: FBTConfig, parameters: int, dtype: str) -> str:
         length=f"{exported.max_position_embeddings:,}",
         passes=exported.passes,
         regime=exported.regime,
+        options=" ".join(_options(exported)),
     )
+
+
+def _options(exported: FBTConfig) -> Iterator[str]:
+    """Sentences on what a user of the model may need to know of its layers."""
+    yield f"Fusion: `{exported.fusion}`."
+    if exported.sliding_window is not None:
+        skip = exported.window_attn_skip_freq
+        full = "" if skip is None else f" (every layer in {skip} sees all)"
+        yield f"A position sees {exported.sliding_window:,} positions{full}; the cache keeps all."
+    if exported.attention_output_gate:
+        yield "Attention outputs are gated."
+    if exported.reset_attention_mask:
+        yield "Attention stayed within documents: rows of several need `document_starts`."

@@ -5,7 +5,8 @@ An FBT is a decoder-only transformer whose stack reads, at position t, its own t
     u_0 = plain(e_0)                                      e: token embedding
     u_t = fuse(e_t, h_{t-1})                              h: top state, after the final norm
     h_t = stack(u_t ; keys and values of u_0 .. u_{t-1})
-    fuse(e, h) = N((W_U h) * sigmoid(W_G N(e))) * s       N: RMSNorm without a weight
+    fuse(e, h) = N(f(e, h)) * s                           N: RMSNorm without a weight; f by config.fusion:
+        gate: (W_U h) * sigmoid(W_G N(e))   concat: W_C [N(h); N(e)]   add: W_U h + W_T N(e)
     plain(e) = N(e), or e where config.input_norm is "none"
 
 K parallel passes iterate this (a Jacobi iteration): pass 1 reads plain(e), pass k reads fuse(e_t, h_{t-1} of pass k-1).
@@ -19,8 +20,7 @@ Regimes of generation; new tokens are fused in all of them but the first:
 
 Self-contained: this file is copied into every exported model folder, so it imports nothing but torch,
 transformers and the files beside it.
-Shapes: B rows, T positions of this call, S positions with the cached ones, D hidden, H heads, G key/value heads,
-C head size, V vocabulary.
+Shapes: B rows, T positions of this call, S positions with the cached ones, D hidden, V vocabulary.
 """
 
 import math
@@ -35,6 +35,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_fbt import FBTConfig
 from .generation_fbt import CACHE_NAME, FBTCache, FBTGenerationMixin, check_regime, real_tokens
+from .layers_fbt import FUSION_CLASSES, FBTLayer, FBTRMSNorm, attention_mask_4d, rotary_angles, unit_rms
 
 
 @dataclass
@@ -50,126 +51,6 @@ class FBTOutput(CausalLMOutputWithPast):
     state: Optional[torch.Tensor] = None
 
 
-def unit_rms(x, eps):
-    """N(x) = x / sqrt(mean(x^2) + eps), computed in fp32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def rotary_angles(positions, head_dim, theta, dtype):
-    """Cosines and sines of the rotary embedding: [B, T] -> two [B, 1, T, C]."""
-    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[:, None, :, None].float() / theta ** (channels / head_dim)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x, cos, sin):
-    """Turn the channel pairs (c, c + C/2) of [B, heads, T, C]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def attention_mask_4d(keep, past, length, device):
-    """Boolean mask [B or 1, 1, T, S], True = may attend; None where the causal mask of the whole call is enough.
-
-    A padded position attends to itself, which keeps its (unused) output finite.
-    """
-    if keep is None and (past == 0 or length == 1):
-        return None
-    query = torch.arange(past, past + length, device=device)[:, None]
-    key = torch.arange(past + length, device=device)[None, :]
-    causal = (key <= query)[None, None]
-    return causal if keep is None else (causal & keep[:, None, None, :]) | (key == query)
-
-
-class FBTRMSNorm(nn.Module):
-    def __init__(self, size, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x):
-        return self.weight * unit_rms(x, self.eps)
-
-
-class FBTFusion(nn.Module):
-    """fuse(e, h) = N((W_U h) * sigmoid(W_G N(e))) * s: the state is on the value path, the token only gates."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.eps = config.rms_norm_eps
-        self.input_scale = config.input_scale
-        self.state_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)  # W_U
-        self.token_gate = nn.Linear(config.hidden_size, config.hidden_size, bias=False)  # W_G
-        self.state_proj.role = self.token_gate.role = "fusion"
-
-    def gate(self, embedding):
-        return torch.sigmoid(self.token_gate(unit_rms(embedding, self.eps)))
-
-    def forward(self, gate, state):
-        return unit_rms(self.state_proj(state) * gate, self.eps) * self.input_scale
-
-
-class FBTAttention(nn.Module):
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.dropout = config.attention_dropout
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.o_proj.role = "residual_output"
-        norm = (lambda: FBTRMSNorm(config.head_dim, config.rms_norm_eps)) if config.qk_layernorm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
-
-    def forward(self, x, rotary, mask, cache):
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), *rotary)  # [B, H, T, C]
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), *rotary)  # [B, G, T, C]
-        v = self.v_proj(x).view(heads).transpose(1, 2)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)  # [B, G, S, C]
-        k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
-        dropout = self.dropout if self.training else 0.0
-        causal = mask is None and x.shape[1] > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class FBTMLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.down_proj.role = "residual_output"
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class FBTLayer(nn.Module):
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.dropout = config.hidden_dropout
-        self.input_layernorm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = FBTAttention(config, layer_idx)
-        self.post_attention_layernorm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FBTMLP(config)
-
-    def forward(self, x, rotary, mask, cache):
-        branch = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
-        x = x + F.dropout(branch, self.dropout, self.training)
-        branch = self.mlp(self.post_attention_layernorm(x))
-        return x + F.dropout(branch, self.dropout, self.training)
-
-
 class FBTPreTrainedModel(PreTrainedModel):
     config_class = FBTConfig
     base_model_prefix = "model"
@@ -183,10 +64,11 @@ class FBTPreTrainedModel(PreTrainedModel):
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             role = getattr(module, "role", None)
             if role == "fusion":
-                bound = math.sqrt(3 / self.config.hidden_size)
+                bound = math.sqrt(3 / module.fan_in)
                 nn.init.uniform_(module.weight, -bound, bound)
             else:
-                depth = 2 * self.config.num_hidden_layers if role == "residual_output" else 1
+                scaled = self.config.scaled_init and role == "residual_output"
+                depth = 2 * self.config.num_hidden_layers if scaled else 1
                 nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(depth))
 
 
@@ -196,7 +78,7 @@ class FBTModel(FBTPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.fusion = FBTFusion(config)
+        self.fusion = FUSION_CLASSES[config.fusion](config)
         self.layers = nn.ModuleList(FBTLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
@@ -208,25 +90,31 @@ class FBTModel(FBTPreTrainedModel):
         self.embed_tokens = value
 
     def embed(self, input_ids):
-        """Token ids [B, T] -> plain stack input and fusion gate, [B, T, D] each."""
+        """Token ids [B, T] -> plain stack input and the token's part in the fusion, [B, T, D] each."""
         embedding = F.dropout(self.embed_tokens(input_ids), self.config.hidden_dropout, self.training)
         plain = unit_rms(embedding, self.config.rms_norm_eps) if self.config.input_norm == "rms" else embedding
-        return plain, self.fusion.gate(embedding)
+        return plain, self.fusion.token(embedding)
 
-    def positions(self, input_ids, keep, past):
-        """Position of every token in its own row, [B or 1, T]; padding before a row's first token has position 0."""
+    def positions(self, input_ids, keep, past, starts=None):
+        """Position of every token, [B or 1, T]; padding before a row's first token has position 0.
+
+        Counted from the row's first token, or from the last of `starts` [B, T] (bool), if any.
+        """
         if keep is None:
-            return torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]
-        return (keep.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+            positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]
+        else:
+            positions = (keep.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+        return positions if starts is None else positions - (positions * starts).cummax(-1).values
 
-    def stack(self, inputs, positions, keep=None, cache=None):
+    def stack(self, inputs, positions, keep=None, cache=None, documents=None):
         """Stack inputs [B, T, D] -> top states [B, T, D]; with a cache, after and into it."""
-        past = 0 if cache is None else cache.get_seq_length()
-        mask = attention_mask_4d(keep, past, inputs.shape[1], inputs.device)
+        past, length = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
+        windows = {layer.window for layer in self.layers}
+        masks = {w: attention_mask_4d(keep, past, length, inputs.device, w, documents) for w in windows}
         rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, inputs.dtype)
         hidden = inputs
         for layer in self.layers:
-            hidden = layer(hidden, rotary, mask, cache)
+            hidden = layer(hidden, rotary, masks, cache)
         state = self.norm(hidden)
         if cache is not None:
             cache.state = state[:, -1].clone()
@@ -234,17 +122,18 @@ class FBTModel(FBTPreTrainedModel):
 
     def parallel_passes(self, input_ids, passes, keep=None, document_starts=None, cache=None):
         """Top states [B, T, D] of each of K passes over whole rows, a list; the last pass fills the cache, if any."""
-        plain, gate = self.embed(input_ids)
-        positions = self.positions(input_ids, keep, past=0)
-        stays_plain = positions == 0
-        if document_starts is not None:
-            stays_plain = stays_plain | document_starts.bool()
+        plain, token = self.embed(input_ids)
+        starts = None if document_starts is None else document_starts.bool()
+        restarts = starts if self.config.reset_position_ids else None
+        documents = starts.long().cumsum(-1) if self.config.reset_attention_mask and starts is not None else None
+        positions = self.positions(input_ids, keep, 0, restarts)
+        stays_plain = positions == 0 if starts is None else (positions == 0) | starts
         states, inputs = [], plain
         for k in range(passes):
             if k > 0:
                 carried = F.pad(states[-1][:, :-1], (0, 0, 1, 0))
-                inputs = torch.where(stays_plain[..., None], plain, self.fusion(gate, carried))
-            states.append(self.stack(inputs, positions, keep, cache if k == passes - 1 else None))
+                inputs = torch.where(stays_plain[..., None], plain, self.fusion(token, carried))
+            states.append(self.stack(inputs, positions, keep, cache if k == passes - 1 else None, documents))
         return states
 
     def token_by_token(self, input_ids, keep, cache):
@@ -252,14 +141,14 @@ class FBTModel(FBTPreTrainedModel):
         past = cache.get_seq_length()
         if past and cache.state is None:
             raise ValueError("the cache was cropped, so its carried state is gone: start again with the whole prompt")
-        plain, gate = self.embed(input_ids)
+        plain, token = self.embed(input_ids)
         positions = self.positions(input_ids, keep, past)
         states = []
         for t in range(input_ids.shape[1]):
             now = slice(t, t + 1)
             inputs = plain[:, now]
             if cache.state is not None:
-                fused = self.fusion(gate[:, now], cache.state[:, None])
+                fused = self.fusion(token[:, now], cache.state[:, None])
                 inputs = torch.where((positions[:, now] == 0)[..., None], inputs, fused)
             seen = None if keep is None else keep[:, : past + t + 1]
             states.append(self.stack(inputs, positions[:, now], seen, cache))
@@ -336,7 +225,8 @@ class FBTForCausalLM(FBTPreTrainedModel, FBTGenerationMixin):
             regime: One of "standard", "soft", "fused", "recurrent"; None = parallel passes, or as the cache goes on.
             fused_passes: Fused passes over the prompt in the fused regime.
             prompt_length: Where new tokens start, in a regime's call without a cache; None = all are prompt.
-            document_starts: [B, T], True = plain in every pass, besides each row's first token. Parallel passes only.
+            document_starts: [B, T], True = first token of a document: plain in every pass, as is each row's first.
+                Attention and positions follow documents as the configuration says. Parallel passes only.
             past_key_values: FBTCache to go on from; newer versions of transformers call it `cache`.
             use_cache: Return a cache; None = config.use_cache outside of training.
             logits_to_keep: Logits of this many last positions only; 0 = all.
@@ -354,8 +244,12 @@ class FBTForCausalLM(FBTPreTrainedModel, FBTGenerationMixin):
             past = cache.get_seq_length()
         if regime is None and passes is None and past:
             regime = cache.regime
+        apart = document_starts is not None and self.config.documents_apart
+        if apart and (use_cache or cache is not None):
+            raise ValueError("document_starts: documents are apart in this model, so no cache can go on: leave it out")
         if use_cache is None:
-            use_cache = cache is not None or (self.config.use_cache and labels is None and not self.training)
+            use_cache = self.config.use_cache and labels is None and not self.training and not apart
+            use_cache = use_cache or cache is not None
         if cache is None and (use_cache or regime is not None):
             cache = FBTCache()
         keep = real_tokens(attention_mask, cache, past)

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from megatron_fbt.config.model import ModelConfig
+from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import CheckpointError
 
 # Shape legend: V vocabulary, D hidden size, F inner width, np query heads, ng key/value heads, hn head size.
 
 
-def to_hf_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> Dict[str, Tensor]:
+def to_hf_weights(weights: Mapping[str, Tensor], config: PretrainConfig) -> Dict[str, Tensor]:
     """Convert canonical weights to the names and layouts of modeling_fbt.py.
 
     Args:
         weights: Every canonical weight, full and without vocabulary padding.
-        model: The architecture that the weights belong to.
+        config: Of the run that the weights belong to; sections model and feedback are used.
 
     Returns:
         Weights by Hugging Face name; a tied output head is left out.
@@ -24,7 +25,7 @@ def to_hf_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> Dict[str
     Raises:
         CheckpointError: A weight is missing, unknown or of another shape than the configuration says.
     """
-    expected = dict(canonical_shapes(model, _vocabulary(weights)))
+    expected = dict(canonical_shapes(config, _vocabulary(weights)))
     missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unknown:
         raise CheckpointError(
@@ -38,21 +39,31 @@ def to_hf_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> Dict[str
                 f"{name}: shape {tuple(weights[name].shape)}, the configuration says {shape}. "
                 "Use the config.yaml that was saved with the checkpoint."
             )
-        result.update(_convert(name, weights[name], model))
+        result.update(_convert(name, weights[name], config.model))
     return result
 
 
-def canonical_shapes(model: ModelConfig, vocab_size: int) -> Iterator[Tuple[str, Tuple[int, ...]]]:
+FUSION_MATRICES = {
+    "gate": ("state_proj", "token_gate"),
+    "concat": ("concat_state_proj", "concat_token_proj"),
+    "add": ("state_proj", "token_proj"),
+}
+"""The [D, D] matrices of each fusion variant, of the state and of the token; they keep their names in an export."""
+
+
+def canonical_shapes(config: PretrainConfig, vocab_size: int) -> Iterator[Tuple[str, Tuple[int, ...]]]:
     """Canonical name and full, unpadded shape of every weight of a model."""
+    model = config.model
     hidden, head = model.hidden_size, model.head_size
     queries, groups = model.num_attention_heads * head, model.query_groups * head
     yield "embedding.word_embeddings.weight", (vocab_size, hidden)
-    yield "fusion.state_proj.weight", (hidden, hidden)
-    yield "fusion.token_gate.weight", (hidden, hidden)
+    for matrix in FUSION_MATRICES[config.feedback.fusion]:
+        yield f"fusion.{matrix}.weight", (hidden, hidden)
     for index in range(model.num_layers):
         layer = f"decoder.layers.{index}"
         yield f"{layer}.input_layernorm.weight", (hidden,)
-        yield f"{layer}.self_attention.linear_qkv.weight", (queries + 2 * groups, hidden)
+        gates = queries if model.attention_output_gate else 0
+        yield f"{layer}.self_attention.linear_qkv.weight", (queries + gates + 2 * groups, hidden)
         if model.qk_layernorm:
             yield f"{layer}.self_attention.q_layernorm.weight", (head,)
             yield f"{layer}.self_attention.k_layernorm.weight", (head,)
@@ -67,8 +78,6 @@ def canonical_shapes(model: ModelConfig, vocab_size: int) -> Iterator[Tuple[str,
 
 _WHOLE_MODEL = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "fusion.state_proj.weight": "model.fusion.state_proj.weight",
-    "fusion.token_gate.weight": "model.fusion.token_gate.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
@@ -83,26 +92,40 @@ _IN_A_LAYER = {
 
 
 def _convert(name: str, weight: Tensor, model: ModelConfig) -> Dict[str, Tensor]:
-    """One canonical weight -> its one, two or three Hugging Face weights."""
+    """One canonical weight -> its one to four Hugging Face weights."""
+    if name.startswith("fusion."):
+        return {f"model.{name}": weight}
     if name in _WHOLE_MODEL:
         return {_WHOLE_MODEL[name]: weight}
     index, part = name.removeprefix("decoder.layers.").split(".", 1)
     layer = f"model.layers.{index}"
     if part == "self_attention.linear_qkv.weight":
-        parts = zip("qkv", split_qkv(weight, model), strict=True)
-        return {f"{layer}.self_attn.{letter}_proj.weight": value for letter, value in parts}
+        parts = split_qkv(weight, model)
+        return {f"{layer}.self_attn.{letter}_proj.weight": value for letter, value in parts.items()}
     if part == "mlp.linear_fc1.weight":
         gate, up = weight.chunk(2)
         return {f"{layer}.mlp.gate_proj.weight": gate, f"{layer}.mlp.up_proj.weight": up}
     return {f"{layer}.{_IN_A_LAYER[part]}": weight}
 
 
-def split_qkv(weight: Tensor, model: ModelConfig) -> Tuple[Tensor, Tensor, Tensor]:
-    """[ng * (np/ng + 2) * hn, D], group by group -> q [np * hn, D], k and v [ng * hn, D]."""
-    per_group = model.num_attention_heads // model.query_groups
-    grouped = weight.view(model.query_groups, per_group + 2, model.head_size, -1)
-    query, key, value = grouped.split([per_group, 1, 1], dim=1)
-    return tuple(part.flatten(0, 2) for part in (query, key, value))
+def split_qkv(weight: Tensor, model: ModelConfig) -> Dict[str, Tensor]:
+    """The rows of linear_qkv by purpose.
+
+    Args:
+        weight: [ng * (np/ng + 2) * hn, D]: in each group its queries, key and value; with an output gate
+            [ng * (2 np/ng + 2) * hn, D]: queries, their gates, key and value.
+        model: The architecture.
+
+    Returns:
+        q [np * hn, D], g (the gate, if any) like q, k and v [ng * hn, D].
+    """
+    heads = {"q": model.num_attention_heads // model.query_groups}
+    if model.attention_output_gate:
+        heads["g"] = heads["q"]
+    heads.update(k=1, v=1)
+    grouped = weight.view(model.query_groups, sum(heads.values()), model.head_size, -1)
+    parts = grouped.split(list(heads.values()), dim=1)
+    return {letter: part.flatten(0, 2) for letter, part in zip(heads, parts, strict=True)}
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -33,7 +33,7 @@ def make_model(weights: Dict[str, Tensor], config: PretrainConfig) -> FBTForCaus
     """The Hugging Face model of canonical weights, in memory."""
     vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
     model = FBTForCausalLM(hf_config(config, vocab_size, vocab_size - 1, torch.float32))
-    missing, unexpected = model.load_state_dict(to_hf_weights(weights, config.model), strict=False)
+    missing, unexpected = model.load_state_dict(to_hf_weights(weights, config), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     model.tie_weights()

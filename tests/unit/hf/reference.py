@@ -8,7 +8,6 @@ from torch import Tensor
 from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
 
-
 FUSION_NAMES = {
     "gate": ("state_proj", "token_gate"),
     "concat": ("concat_state_proj", "concat_token_proj"),
@@ -103,25 +102,30 @@ class Reference:
             mixed = (state @ w_state.T) * torch.sigmoid(token @ w_token.T)
         return self.norm(mixed) * self.scale
 
-    def document(self, t: int) -> int:
-        """First position of the document that position t lies in."""
-        return max([0, *(start for start in self.document_starts if start <= t)])
+    def documents(self, length: int) -> Tensor:
+        """First position of the document that each position of a row lies in."""
+        firsts = torch.zeros(length, dtype=torch.long)
+        for start in self.document_starts:
+            firsts[start:] = start
+        return firsts
 
-    def sees(self, layer_number: int, query: int, key: int) -> bool:
-        """Whether a position may attend to another in a layer (counted from 1)."""
+    def blocked(self, layer_number: int, length: int) -> Tensor:
+        """[query, key]: what a position may not attend to in a layer (counted from 1)."""
+        query, key = torch.arange(length)[:, None], torch.arange(length)
+        blocked = key > query
         window, skip = self.model.sliding_window, self.model.window_attn_skip_freq
-        if window is not None and not (skip and layer_number % skip == 0) and query - key >= window:
-            return False
-        if self.data.reset_attention_mask and key < self.document(query):
-            return False
-        return key <= query
+        if window is not None and not (skip and layer_number % skip == 0):
+            blocked = blocked | (key <= query - window)
+        if self.data.reset_attention_mask:
+            blocked = blocked | (key < self.documents(length)[:, None])
+        return blocked
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotary embedding of [T, hn] by complex multiplication: channel c pairs with c + hn / 2."""
         half = x.shape[1] // 2
         rate = self.model.rotary_base ** (-torch.arange(half, dtype=torch.float64) * 2 / x.shape[1])
-        firsts = [self.document(t) if self.data.reset_position_ids else 0 for t in range(len(x))]
-        angle = (torch.arange(len(x)) - torch.tensor(firsts)).double()[:, None] * rate
+        firsts = self.documents(len(x)) if self.data.reset_position_ids else 0
+        angle = (torch.arange(len(x)) - firsts).double()[:, None] * rate
         turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([turned.real, turned.imag], dim=1)
 
@@ -130,8 +134,7 @@ class Reference:
         share = model.num_attention_heads // model.query_groups
         in_group = (2 * share if model.attention_output_gate else share) + 2
         rows = weights[prefix + "linear_qkv.weight"].split(hn)  # one [hn, D] block a head
-        places = range(len(x))
-        blocked = torch.tensor([[not self.sees(layer_number, query, key) for key in places] for query in places])
+        blocked = self.blocked(layer_number, len(x))
         heads: List[Tensor] = []
         for group in range(model.query_groups):
             *query_rows, key_rows, value_rows = rows[group * in_group : (group + 1) * in_group]

@@ -57,9 +57,7 @@ def test_plain_mode_equals_a_llama(tmp_path):
             tie_word_embeddings=False,
         )
     ).eval()
-    llama_weights = {
-        name: weight for name, weight in to_hf_weights(weights, config.model).items() if "fusion" not in name
-    }
+    llama_weights = {name: weight for name, weight in to_hf_weights(weights, config).items() if "fusion" not in name}
     llama.load_state_dict(llama_weights)
     model = load(export(tmp_path / "model", weights, config))
     ids = torch.randint(0, 50, (2, 120), generator=torch.Generator().manual_seed(4))  # positions above 100
@@ -149,7 +147,7 @@ def test_files_and_end_token(tmp_path):
     report = export_model(random_weights(config), config, LetterTokenizer(50), tmp_path / "model", torch.float32)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json"} <= names
-    assert {"configuration_fbt.py", "modeling_fbt.py", "generation_fbt.py"} <= names
+    assert {"configuration_fbt.py", "layers_fbt.py", "modeling_fbt.py", "generation_fbt.py"} <= names
     assert report["files"] == sorted(names) and report["vocab_size"] == 50
     assert report["parameters"] == sum(t.numel() for t in load_file(tmp_path / "model" / "model.safetensors").values())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=True)

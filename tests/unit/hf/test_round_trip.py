@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from megatron_fbt.hf.export import CODE_FILES
 from tests.unit.hf.exports import export, load
 from tests.unit.hf.reference import Reference, random_weights, tiny_config
 
@@ -67,7 +68,7 @@ def test_saved_again_and_loaded_again(tmp_path, tied):
     first = load(first_folder)
     first.save_pretrained(tmp_path / "second")
     AutoTokenizer.from_pretrained(first_folder, trust_remote_code=True).save_pretrained(tmp_path / "second")
-    assert (tmp_path / "second" / "modeling_fbt.py").exists()
+    assert all((tmp_path / "second" / name).exists() for name in CODE_FILES)
     second = load(tmp_path / "second")
     left, right = first.state_dict(), second.state_dict()
     assert left.keys() == right.keys()
