@@ -81,8 +81,10 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     plan = make_plan(config, world_size, config.model.vocab_size, phase_starts)
     if is_main:
         print(plan.describe(), flush=True)
+    from megatron_fbt.core.backends import check_backend
     from megatron_fbt.training.session import run_session
 
+    check_backend(config)
     run_session(config, plan, tokenizer, is_main, signals)
 
 

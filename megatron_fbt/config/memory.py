@@ -14,7 +14,7 @@ class MemoryConfig(Section):
     """Free a stage's output once it has been sent (pipeline parallel only)."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward instead of kept. selective: attention. full: every layer, from its input."""
+    """Computed again in the backward instead of kept. selective: attention. full: every layer, from its input."""
     recompute_passes: Literal["all", "early"] = "all"
     """Passes that recompute; early = all but a batch's last one, whose activations are used up first."""
 

@@ -50,10 +50,7 @@ class ParallelConfig(Section):
         if rules.usable("overlap_param_gather") and self.overlap_param_gather:
             why = "the K views of a stage read its weights without the module whose calls would wait for the gather"
             rules.add("overlap_param_gather", why, "set it to false")
-        if (
-            rules.usable("virtual_pipeline_model_parallel_size")
-            and self.virtual_pipeline_model_parallel_size is not None
-        ):
+        if self.virtual_pipeline_model_parallel_size is not None:
             why = "the schedule's virtual chunks are the passes of a batch, so a stage is one piece"
             remedy = "set it to null; with K passes the pipeline bubble is a K-th as large without chunks"
             rules.add("virtual_pipeline_model_parallel_size", why, remedy)

@@ -41,9 +41,8 @@ def split_problems(parallel: ParallelConfig, num_layers: int) -> List[str]:
             f"stages, not the same number, at least one, for each; {remedy}"
         ]
     if not stages and rest:
-        return [
-            f"{' and '.join(given)}: add up to {num_layers - rest}, not to model.num_layers = {num_layers}; change one of them"
-        ]
+        total = f"add up to {num_layers - rest}, not to model.num_layers = {num_layers}"
+        return [f"{' and '.join(given)}: {total}; change one of them"]
     return []
 
 

@@ -1,5 +1,6 @@
 """Which layer backend runs."""
 
+from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.optional import transformer_engine_problem
@@ -22,3 +23,21 @@ def resolve_backend(transformer_impl: str) -> str:
         f"model.transformer_impl is transformer_engine, which cannot be used here ({problem}). Use torch or auto, or "
         'install it on a machine with an NVIDIA GPU: pip install --no-build-isolation "megatron-fbt[gpu]"'
     )
+
+
+def check_backend(config: PretrainConfig) -> None:
+    """Refuse what the layer backend of this machine cannot do.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and cannot be used, or cannot mask the documents as configured.
+    """
+    backend, data = resolve_backend(config.model.transformer_impl), config.data
+    if backend == "torch" or not data.reset_attention_mask:
+        return
+    rows = config.training.micro_batch_size
+    if rows != 1 or not data.reset_position_ids:
+        raise ConfigError(
+            f"data.reset_attention_mask = true: the transformer_engine backend takes documents as sequences of one row "
+            f"with positions of their own, but training.micro_batch_size = {rows} and data.reset_position_ids = "
+            f"{str(data.reset_position_ids).lower()}; set them to 1 and true, or model.transformer_impl to torch"
+        )
