@@ -85,8 +85,10 @@ class Built:
 
     @property
     def recipe(self) -> Recipe:
-        """The training recipe of the case."""
-        return Recipe(self.config.feedback, self.config.run.seed, training=True)
+        """The training recipe of the case, in the first step of a warm-up and of a z-loss if it has them."""
+        feedback, z_loss = self.config.feedback, self.config.training.z_loss.coefficient
+        factor = feedback.loss_weights.extra_factor(0, 0)
+        return Recipe(feedback, self.config.run.seed, training=True, extra_factor=factor, z_loss=z_loss)
 
     def run(self, batches: List[MicroBatch], passes: int) -> PassTotals:
         """Forward and backward of one step, as the trainer calls them."""

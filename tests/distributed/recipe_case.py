@@ -12,6 +12,7 @@ from megatron_fbt.core.schedule import PassTotals, PassView, run_passes
 from megatron_fbt.data.batch import MicroBatch, document_starts
 from megatron_fbt.data.sampler import micro_batch_sample_ids
 from megatron_fbt.feedback.jitter import jitter_noise
+from megatron_fbt.model.loss import pass_loss_weights
 from megatron_fbt.training.lr_schedule import LearningRate
 from megatron_fbt.training.optimizer import StepReport, total_loss
 from tests.distributed.model_case import EOD, Built, Case, Grid, Piece, build, piece, start
@@ -20,6 +21,9 @@ VOCAB = 103
 S, D = 16, 16
 MASKED = (1, 7, 0, 16)
 """Loss tokens of the four rows of a global batch."""
+Z_LOSS = {"training__z_loss__coefficient": 0.02}
+RECIPES = {1: {}, 2: Z_LOSS, 3: {**Z_LOSS, "feedback__loss_weights__warmup_steps": 4}}
+"""{K: settings of the steps that are cut in several ways}."""
 SMALL = {
     "model.num_layers": 2,
     "model.hidden_size": D,
@@ -84,10 +88,10 @@ def one_step(built: Built, batch: MicroBatch, micro_batch_size: int, passes: int
     return Step(gradients, report, piece(built, named))
 
 
-def by_formula(built: Built, batch: MicroBatch, passes: int) -> Tuple[List[float], Piece]:
-    """Loss of each pass and gradients of the objective, by autograd alone, all rows at once."""
+def by_formula(built: Built, batch: MicroBatch, passes: int) -> Tuple[List[float], Piece, float]:
+    """Loss of each pass, gradients of the objective and its z-loss, by autograd alone, all rows at once."""
     stage, recipe = built.stage, built.recipe
-    inputs, losses = stage.first_inputs(batch.tokens, None, None), []
+    inputs, losses, squares = stage.first_inputs(batch.tokens, None, None), [], []
     for k in range(1, passes + 1):
         if k > 1:
             noise = jitter_noise(recipe.jitter_scale, batch.sample_ids, torch.arange(S), k, D, recipe.seed)
@@ -95,13 +99,17 @@ def by_formula(built: Built, batch: MicroBatch, passes: int) -> Tuple[List[float
         states = stage.run_layers(inputs, batch.document_starts)
         nll = stage.losses(states, batch.labels) * batch.loss_mask.t()
         losses.append(nll.sum() / batch.loss_mask.sum())
+        normalizers = torch.logsumexp(stage.logits(states)[..., :VOCAB], dim=-1)
+        squares.append((normalizers**2 * batch.loss_mask.t()).sum() / batch.loss_mask.sum())
     named = dict(stage.named_parameters())
-    objective = total_loss(losses, recipe.feedback.loss_weights)
+    weights = pass_loss_weights(recipe.feedback.loss_weights, passes, recipe.extra_factor)
+    z_loss = recipe.z_loss * sum(weight * square for weight, square in zip(weights, squares))
+    objective = total_loss(losses, recipe.feedback.loss_weights, recipe.extra_factor) + z_loss
     found = torch.autograd.grad(objective, list(named.values()), allow_unused=True)
     gradients = {
         name: torch.zeros_like(param) if grad is None else grad for (name, param), grad in zip(named.items(), found)
     }
-    return [loss.item() for loss in losses], piece(built, gradients)
+    return [loss.item() for loss in losses], piece(built, gradients), z_loss.item()
 
 
 def loss_mask_cuts(layout: Layout, grid: Grid, sizes: Sequence[int]) -> Dict[Any, Step]:
@@ -109,7 +117,7 @@ def loss_mask_cuts(layout: Layout, grid: Grid, sizes: Sequence[int]) -> Dict[Any
     found: Dict[Any, Any] = {}
     for size in sizes:
         for passes in (1, 2, 3):
-            found[size, passes] = one_step(build(small(), grid, layout), rows(), size, passes)
+            found[size, passes] = one_step(build(small(**RECIPES[passes]), grid, layout), rows(), size, passes)
     built = build(small(), grid, layout)
     found["before"] = piece(built, dict(built.stage.named_parameters()))
     found["empty"] = one_step(built, rows((0, 0, 0, 0)), sizes[0], 3)
@@ -121,7 +129,9 @@ def padded_vocabulary(layout: Layout, grid: Grid) -> Dict[Any, Any]:
     found = {}
     for tied in (True, False):
         for divisible in (1, 8, 128):
-            built = build(small("", divisible, model__share_embeddings_and_output_weights=tied), grid, layout)
+            settings = {} if tied else Z_LOSS
+            case = small("", divisible, model__share_embeddings_and_output_weights=tied, **settings)
+            built = build(case, grid, layout)
             steps = [one_step(built, rows(), 2, passes) for passes in (3, 1, 2)]
             padding, largest = 0, 0.0
             for name, param in built.stage.global_parameters().items():
@@ -198,7 +208,9 @@ def one_process(rank: int, world_size: int) -> Dict[str, Any]:
     grid = Grid()
 
     def formula(layout: Layout) -> Dict[int, Any]:
-        return {passes: by_formula(build(small(), grid, layout), rows(), passes) for passes in (1, 2, 3)}
+        return {
+            passes: by_formula(build(small(**RECIPES[passes]), grid, layout), rows(), passes) for passes in (1, 2, 3)
+        }
 
     measures = {
         "formula": formula,

@@ -45,11 +45,13 @@ CUTS = ["alone 4", "alone 1", "tp1pp1dp2", "tp1pp2dp1"]
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("name", CUTS)
 def test_loss_and_gradient_are_means_over_the_loss_tokens_of_the_global_batch(alone, together, name, passes):
-    losses, gradients = alone["formula"][passes]
+    losses, gradients, z_loss = alone["formula"][passes]
+    assert (z_loss > 0.1) == (passes > 1)
     ranks, size = cuts(alone, together, name)
     for rank in ranks:
         report = rank[size, passes].report
         assert report.loss_per_pass == pytest.approx(losses, rel=1e-6)
+        assert report.z_loss == pytest.approx(z_loss, rel=1e-6)
         assert report.loss_tokens == sum(MASKED) and not report.skipped
     found, expected = (whole(pieces, VOCAB) for pieces in ([r[size, passes].gradients for r in ranks], [gradients]))
     assert found.keys() == expected.keys()
@@ -94,6 +96,8 @@ def test_padding_of_the_vocabulary_takes_no_part(alone, together, layout, divisi
     for number, step in enumerate(expected):
         steps = [result[0][number] for result in results]
         assert steps[0].report.loss_per_pass == pytest.approx(step.report.loss_per_pass, rel=1e-5)
+        assert steps[0].report.z_loss == pytest.approx(step.report.z_loss, rel=1e-5)
+        assert (step.report.z_loss > 0.1) == (not tied)
         assert steps[0].report.grad_norm == pytest.approx(step.report.grad_norm, rel=1e-4)
         for kind, tolerance in (("gradients", 1e-5 if number == 0 else 1e-3), ("weights", 1e-4)):
             values = whole([getattr(step, kind)], VOCAB)
