@@ -50,6 +50,24 @@ def pass_states(built: Built, batch: MicroBatch, passes: int, recipe: Recipe) ->
     return states
 
 
+def fusion_formula(stage: FBTStage, normed: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """What the stage's fusion variant normalises, of N(e) and h, by its weights' names in a checkpoint."""
+    weights = {name: param for name, param in stage.global_parameters().items() if name.startswith("fusion.")}
+
+    def times(x: torch.Tensor, matrix: str) -> torch.Tensor:
+        return x @ weights.pop(f"fusion.{matrix}.weight").t()
+
+    if "fusion.concat_state_proj.weight" in weights:
+        state = rms_normalize(state, stage.config.layernorm_epsilon)
+        mixed = times(state, "concat_state_proj") + times(normed, "concat_token_proj")
+    elif "fusion.token_proj.weight" in weights:
+        mixed = times(state, "state_proj") + times(normed, "token_proj")
+    else:
+        mixed = times(state, "state_proj") * torch.sigmoid(times(normed, "token_gate"))
+    assert not weights
+    return mixed
+
+
 @torch.no_grad()
 def recurrence(stage: FBTStage, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
     """Top states of the token-by-token recurrence, without a cache: [s, b, h]."""
@@ -60,10 +78,8 @@ def recurrence(stage: FBTStage, tokens: torch.Tensor, prompt: int) -> torch.Tens
         normed = rms_normalize(embedded, stage.config.layernorm_epsilon)
         u = normed if stage.input_norm == "rms" else embedded
         if t >= prompt:
-            eps, fusion = stage.config.layernorm_epsilon, stage.fusion
-            value = states[-1] @ fusion.state_proj.weight.t()
-            gate = torch.sigmoid(normed @ fusion.token_gate.weight.t())
-            u = rms_normalize(value * gate, eps) * fusion.input_scale
+            mixed = fusion_formula(stage, normed, states[-1])
+            u = rms_normalize(mixed, stage.config.layernorm_epsilon) * stage.fusion.input_scale
         inputs = u if inputs is None else torch.cat([inputs, u])
         states.append(stage.run_layers(inputs, row(tokens[:, : t + 1]).document_starts)[-1:])
     return torch.cat(states)
@@ -206,24 +222,39 @@ def host_reads(built: Built) -> dict:
     return {"reads": reads.count, "lists": len(fetched)}
 
 
+OPTIONS = {
+    "model.attention_output_gate": True,
+    "model.sliding_window": 5,
+    "model.window_attn_skip_freq": 3,
+}
+MODELS = {
+    "tied": {},
+    "untied": {"model.share_embeddings_and_output_weights": False},
+    "concat": {"feedback.fusion": "concat", "model.residual_multiplier": 0.7, **OPTIONS},
+    "add": {"feedback.fusion": "add"},
+}
+
+
 def measure(rank: int, world_size: int) -> dict:
-    """Everything, for a tied and an untied model; the function that the test process starts with."""
+    """Everything, for each of MODELS; the function that the test process starts with."""
     layout: Layout = start(Grid())
     found = {}
-    for tied in (True, False):
-        base = {"model.vocab_size": VOCAB, "model.share_embeddings_and_output_weights": tied}
+    for name, fields in MODELS.items():
 
-        def model(base=base, **more) -> Built:
-            return build(Case("", {**base, **more}), Grid(), layout)
+        def model(fields=fields, **more) -> Built:
+            return build(Case("", {"model.vocab_size": VOCAB, **fields, **more}), Grid(), layout)
 
-        found[tied] = {
+        found[name] = {
             "prompt 1": triangularity(model(), prompt=1),
             "prompt 5": triangularity(model(), prompt=5),
-            "rms": against_stock(model()),
-            "none": against_stock(model(**{"model.input_norm": "none", "model.qk_layernorm": True})),
             "empty": empty_region(model()),
             "state gradient": state_gradient(model()),
             "causality": causality(model()),
-            "host": host_reads(model()),
         }
+        if name in ("tied", "untied"):
+            plain = {"model.input_norm": "none", "model.qk_layernorm": True}
+            found[name]["rms"] = against_stock(model())
+            found[name]["none"] = against_stock(model(**plain))
+            found[name]["options"] = against_stock(model(**plain, **OPTIONS))
+            found[name]["host"] = host_reads(model())
     return found

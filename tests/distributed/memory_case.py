@@ -96,7 +96,7 @@ def measure(rank: int, world_size: int) -> Dict:
 
 
 def overlap(rank: int, world_size: int) -> Dict:
-    """For K = 1, 2, 3: bucket groups, those under way when the backward ends, and whether gradients are the plain ones."""
+    """For K = 1, 2, 3: bucket groups, those under way when the backward ends, and the error of the gradients."""
     grid = Grid(data=2)
     layout, found = start(grid), {}
     plain = build(Case(""), grid, layout)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.invariants_case import T, measure
+from tests.distributed.invariants_case import MODELS, T, measure
 from tests.distributed.launch import run_distributed
 
 
@@ -13,8 +13,13 @@ def measured():
     return found
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(params=MODELS)
 def model(request, measured):
+    return measured[request.param]
+
+
+@pytest.fixture(params=["tied", "untied"])
+def gated(request, measured):
     return measured[request.param]
 
 
@@ -27,17 +32,17 @@ def test_parallel_passes_are_the_recurrence_position_by_position(model, prompt):
     assert T > 10
 
 
-@pytest.mark.parametrize("input_norm", ["rms", "none"])
-def test_one_pass_is_megatron_cores_gpt_model(model, input_norm):
-    found = model[input_norm]
+@pytest.mark.parametrize("case", ["rms", "none", "options"])
+def test_one_pass_is_megatron_cores_gpt_model(gated, case):
+    found = gated[case]
     assert found["loss"] <= 1e-6
     assert found["gradient"] <= 1e-5
     assert found["compared"] == found["parameters"] - 2, "all but the two fusion matrices"
 
 
 def test_an_untied_model_has_a_head_of_its_own(measured):
-    assert not measured[True]["rms"]["own head"]
-    assert measured[False]["rms"]["own head"]
+    assert not measured["tied"]["rms"]["own head"]
+    assert measured["untied"]["rms"]["own head"]
 
 
 def test_without_a_feedback_region_every_pass_is_pass_one(model):
@@ -56,5 +61,5 @@ def test_nothing_flows_backwards_in_time(model):
     assert min(model["causality"]["later"]) > 1e-3
 
 
-def test_a_step_waits_for_the_device_once(model):
-    assert model["host"] == {"reads": 0, "lists": 1}
+def test_a_step_waits_for_the_device_once(gated):
+    assert gated["host"] == {"reads": 0, "lists": 1}
