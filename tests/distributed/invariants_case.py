@@ -194,6 +194,19 @@ def causality(built: Built) -> dict:
     return {"earlier": [c[:20].max().item() for c in change], "later": [c[20:].max().item() for c in change]}
 
 
+@torch.no_grad()
+def documents(built: Built) -> dict:
+    """Largest change in the logits of a row's documents in three passes, after a token of the first was changed."""
+    batch, cut = global_batch(0, VOCAB)[0], 13
+    batch.document_starts[:, 1:] = False
+    batch.document_starts[:, cut] = True
+    before = pass_states(built, batch, 3, built.recipe)
+    batch.tokens[:, 2] = (batch.tokens[:, 2] + 1) % VOCAB
+    after = pass_states(built, batch, 3, built.recipe)
+    change = [(a - b).abs().amax(dim=(1, 2)) for a, b in zip(after, before)]
+    return {"first": [c[2:cut].max().item() for c in change], "second": [c[cut:].max().item() for c in change]}
+
+
 class HostReads(TorchDispatchMode):
     """Counts the reads of a tensor's value by the host (`item`, `bool`, …), each of which waits for a GPU."""
 
@@ -250,6 +263,8 @@ def measure(rank: int, world_size: int) -> dict:
             "empty": empty_region(model()),
             "state gradient": state_gradient(model()),
             "causality": causality(model()),
+            "documents": documents(model(**{"data.reset_attention_mask": True})),
+            "documents seen": documents(model()),
         }
         if name in ("tied", "untied"):
             plain = {"model.input_norm": "none", "model.qk_layernorm": True}

@@ -61,5 +61,11 @@ def test_nothing_flows_backwards_in_time(model):
     assert min(model["causality"]["later"]) > 1e-3
 
 
+def test_masked_documents_know_nothing_of_each_other_in_any_pass(model):
+    masked, plain = model["documents"], model["documents seen"]
+    assert masked["second"] == [0.0, 0.0, 0.0] and min(masked["first"]) > 1e-3
+    assert min(plain["second"]) > 1e-4, "without the mask the second document must see the first"
+
+
 def test_a_step_waits_for_the_device_once(gated):
     assert gated["host"] == {"reads": 0, "lists": 1}
