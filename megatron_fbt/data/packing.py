@@ -19,12 +19,12 @@ from megatron_fbt.feedback.counter import DATA_ORDER, counter_hash
 
 logger = logging.getLogger(__name__)
 
-OPEN_ROWS = 128
+OPEN_ROWS = 64
 """Rows that are filled at the same time."""
 
 
 def pack(lengths: numpy.ndarray, capacity: int, open_rows: int = OPEN_ROWS) -> Tuple[numpy.ndarray, numpy.ndarray]:
-    """Put items into rows: each into the first open row that has room; the fullest row makes way for a new one.
+    """Put items into rows: each into the fullest open row that has room; if none has, the fullest is done.
 
     Args:
         lengths: [n], each from 1 to capacity.
@@ -38,7 +38,7 @@ def pack(lengths: numpy.ndarray, capacity: int, open_rows: int = OPEN_ROWS) -> T
     rows: List[List[int]] = [[] for _ in range(open_rows)]
     done: List[List[int]] = []
     for item, length in enumerate(lengths.tolist()):
-        place = int(numpy.argmax(rooms >= length))
+        place = int(numpy.argmin(numpy.where(rooms < length, capacity + 1, rooms)))
         if rooms[place] < length:
             place = int(numpy.argmin(rooms))  # a row that was never opened has no room either
             if rows[place]:
