@@ -9,6 +9,7 @@ from megatron_fbt.config.parameter_count import count_parameters
 from tests.distributed.launch import run_distributed
 from tests.distributed.model_case import Case, Grid, Outcome, run_cases, whole
 
+DATA_PARALLEL = Grid(data=2)
 GRIDS = [
     Grid(),
     Grid(tensor=2),
@@ -16,7 +17,7 @@ GRIDS = [
     Grid(pipeline=2),
     Grid(pipeline=4),
     Grid(tensor=2, pipeline=2, sequence_parallel=True),
-    Grid(data=2),
+    DATA_PARALLEL,
     Grid(tensor=2, pipeline=2, data=2, sequence_parallel=True),
 ]
 # 1003 entries are padded to 1004 rows with one tensor-parallel rank and to 1008 with two.
@@ -26,6 +27,7 @@ CASES = [
         "untied",
         {
             "model.share_embeddings_and_output_weights": False,
+            "feedback.fusion": "add",
             "model.qk_layernorm": True,
             "feedback.prefix.granularity": "document",
             "feedback.loss_weights.extra_passes": 0.7,
@@ -38,18 +40,22 @@ CASES = [
             "memory.recompute": "full",
             "parallel.overlap_grad_reduce": True,
         },
+        uneven=True,
     ),
     Case(
         "sharded",
         {
             "optimizer.sharding": "megatron",
+            "feedback.fusion": "concat",
             "memory.recompute": "selective",
             "memory.recompute_passes": "early",
             "parallel.overlap_grad_reduce": True,
         },
     ),
 ]
-NAMES = [case.name for case in CASES]
+UNSHARDED = Case("unsharded", {"feedback.fusion": "concat"})
+"""Run with DATA_PARALLEL alone, to compare with "sharded"."""
+NAMES = [case.name for case in (*CASES, UNSHARDED)]
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +65,8 @@ def results():
 
     def of(grid: Grid) -> list:
         if grid not in found:
-            found[grid] = run_distributed(run_cases, grid.world_size, grid, CASES, timeout=240)
+            cases = [*CASES, UNSHARDED] if grid == DATA_PARALLEL else CASES
+            found[grid] = run_distributed(run_cases, grid.world_size, grid, cases, timeout=240)
         return found[grid]
 
     return of
@@ -86,7 +93,7 @@ def first_step(ranks: list, passes: int, grid: Grid):
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_initial_weights_are_equal_bit_for_bit(results, grid, name):
     expected = whole([o.initial for o in outcomes(results, Grid(), name)])
     found = whole([o.initial for o in outcomes(results, grid, name)])
@@ -110,7 +117,7 @@ def test_first_step_equals_one_process(results, grid, name, passes):
 
 
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_five_steps_equal_one_process(results, grid, name):
     reference, ranks = outcomes(results, Grid(), name)[0], outcomes(results, grid, name)
     for rank in ranks:
@@ -130,7 +137,7 @@ def test_clipping_was_active_in_some_steps(results):
 
 
 def test_sharding_changes_nothing(results):
-    plain, sharded = (outcomes(results, Grid(data=2), name)[0] for name in ("tied", "sharded"))
+    plain, sharded = (outcomes(results, DATA_PARALLEL, name)[0] for name in ("unsharded", "sharded"))
     for a, b in zip(plain.steps, sharded.steps):
         assert a.loss_per_pass == pytest.approx(b.loss_per_pass, rel=1e-6)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
