@@ -44,6 +44,8 @@ class Case:
     name: str
     overrides: Dict[str, Any] = field(default_factory=dict)
     passes: Sequence[int] = (1, 2, 1, 3, 2)
+    uneven: bool = False
+    """Three layers on the first of two pipeline stages, one on the last."""
 
     def config(self, grid: Grid) -> PretrainConfig:
         """The whole configuration of the case in a layout."""
@@ -64,6 +66,8 @@ class Case:
             "parallel.pipeline_model_parallel_size": grid.pipeline,
             "parallel.sequence_parallel": grid.sequence_parallel,
         }
+        if self.uneven and grid.pipeline == 2:
+            small["parallel.num_layers_in_last_pipeline_stage"] = 1
         for name, value in {**small, **self.overrides}.items():
             section, attribute = name.rsplit(".", 1)
             target = config
