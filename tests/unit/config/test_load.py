@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fbt.config.feedback import FeedbackConfig, LossWeightsConfig, PassPhase
-from megatron_fbt.config.load import dump_yaml, load_yaml
+from megatron_fbt.config.load import dump_yaml, load_yaml, parse_command_line
 from megatron_fbt.config.model import ModelConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.run import RunConfig
@@ -46,6 +46,18 @@ def test_schedule_with_integer_and_text_keys(load, keys):
     assert all(type(count) is int for phase in config.feedback.schedule for count in phase.passes)
 
 
+PRESETS = ["standard", "progressive", "two_phase_75_25", "full"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_schedule_by_name(load, name):
+    config = load(f"feedback: {{schedule: {name}}}")
+    assert config.feedback.schedule == name
+    assert load(dump_yaml(config)) == config
+    line = ["--training.train_steps", "4", "--model.vocab_size", "9", "--dry_run", "--feedback.schedule", name]
+    assert parse_command_line(line)[0].feedback.schedule == name
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -55,7 +67,8 @@ def test_schedule_with_integer_and_text_keys(load, keys):
         ("feedback: {jitter: {scal: 0.1}}", ["feedback.jitter.scal", "feedback.jitter.scale"]),
         ("feedback: {schedule: [{from_fraction: 0, pases: {1: 1}}]}", ["feedback.schedule[0].pases", "passes?"]),
         ("feedback: {schedule: [{from_fraction: 0, passes: {one: 1}}]}", ["feedback.schedule", "one"]),
-        ("feedback: {schedule: 3}", ["feedback.schedule", "list of {from_fraction: number"]),
+        ("feedback: {schedule: 3}", ["feedback.schedule = 3: ", *PRESETS, "list of {from_fraction: number"]),
+        ("feedback: {schedule: ful}", ["feedback.schedule = ful: ", *PRESETS, "list of {from_fraction: number"]),
         ("model: {num_layers: 2.5}", ["model.num_layers = 2.5", "integer"]),
         ("model: {num_layers: two}", ["model.num_layers = two", "integer"]),
         ("model: {qk_layernorm: 3}", ["model.qk_layernorm", "true or false"]),

@@ -75,6 +75,35 @@ def test_default_schedule_is_75_22_3():
     assert (plan.max_passes, plan.validation_passes) == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "shares", "mean"),
+    [
+        ("standard", {1: 1.0}, 1.0),
+        ("progressive", {1: 0.75, 2: 0.22, 3: 0.03}, 1.28),
+        ("two_phase_75_25", {1: 0.75, 3: 0.25}, 1.5),
+        ("full", {3: 1.0}, 3.0),
+        ([PassPhase(0.0, {1: 0.5, 16: 0.5})], {1: 0.5, 16: 0.5}, 8.5),
+    ],
+)
+def test_shares_of_a_schedule(schedule, shares, mean):
+    config = small_config()
+    config.feedback.schedule = schedule
+    plan = make_plan(config, world_size=1, vocab_size=11)
+    assert plan.pass_shares == pytest.approx(shares) and plan.expected_passes == pytest.approx(mean)
+    assert plan.token_equivalents == pytest.approx(mean * plan.train_tokens)
+    assert plan.max_passes == plan.validation_passes == max(shares)
+    for count, share in shares.items():
+        assert f"{count}: {share:.2%}" in plan.describe()
+
+
+def test_a_resumed_run_plans_with_the_phases_it_has():
+    config = small_config()
+    assert make_plan(config, 1, 11, [0, 50]).pass_shares == pytest.approx({1: 0.5, 2: 0.44, 3: 0.06})
+    beyond = make_plan(config, 1, 11, [0, 150])
+    assert beyond.pass_shares == {1: 1.0} and beyond.token_equivalents == beyond.train_tokens
+    assert beyond.phase_start_steps == (0, 150)
+
+
 def test_sizes():
     config = small_config()
     config.parallel.tensor_model_parallel_size = 2
@@ -115,6 +144,15 @@ def test_state_bytes(dtype, sharding, bytes_each):
     config.precision.dtype, config.optimizer.sharding = dtype, sharding
     plan = make_plan(config, world_size=4, vocab_size=11)
     assert plan.largest_rank_state_bytes == bytes_each * plan.largest_rank_parameters
+
+
+def test_state_bytes_of_muon_have_one_state_for_each_hidden_matrix():
+    config = small_config()
+    config.optimizer.type, config.precision.dtype = "muon", "bf16"
+    model, plan = config.model, make_plan(config, world_size=2, vocab_size=11)
+    rows = 2 * (model.num_attention_heads + model.query_groups) * model.head_size + 3 * model.ffn_size
+    matrices = (model.num_layers * rows + 2 * model.hidden_size) * model.hidden_size
+    assert plan.largest_rank_state_bytes == 18 * plan.largest_rank_parameters - 4 * matrices
 
 
 def test_description_is_an_aligned_table():

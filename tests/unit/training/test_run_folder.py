@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from megatron_fbt.config.feedback import PassPhase, preset_phases
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import CheckpointError, ConfigError
@@ -17,6 +18,7 @@ from megatron_fbt.training.run_folder import (
     read_trainer_state,
     refuse_another_model,
     step_folder,
+    stored_phase_starts,
 )
 
 
@@ -123,3 +125,29 @@ def test_what_may_change_on_the_way_is_accepted(tmp_path):
     config.model.num_query_groups = config.model.num_attention_heads  # what null meant
     config.model.vocab_size = None  # before the tokenizer is read
     refuse_another_model(config, checkpoint)
+
+
+def test_phase_starts_are_kept_while_the_phases_are_the_same(tmp_path):
+    old = PretrainConfig()
+    checkpoint = write_checkpoint(tmp_path, 3, old)
+    assert stored_phase_starts(old, checkpoint) is None, "a checkpoint without them"
+    state = TrainerState(step=3, phase_start_steps=[0, 75])
+    (checkpoint / "trainer_state.json").write_text(json.dumps(dataclasses.asdict(state)))
+    new = PretrainConfig()
+    new.training.train_steps, new.feedback.jitter.scale = 500, 0.1
+    assert stored_phase_starts(new, checkpoint) == [0, 75]
+    new.feedback.schedule = preset_phases("progressive")  # the same phases, written out
+    assert stored_phase_starts(new, checkpoint) == [0, 75]
+    for schedule in ("two_phase_75_25", [PassPhase(0.0, {1: 1.0}), PassPhase(0.75, {2: 0.8, 3: 0.2})]):
+        new.feedback.schedule = schedule
+        assert stored_phase_starts(new, checkpoint) is None
+
+
+def test_pass_counts_of_a_run():
+    state = TrainerState(token_equivalents=1234)
+    assert state.pass_shares == {} and not state.fusion_active
+    for passes in (1, 1, 4, 2):
+        state.count_passes(passes)
+    assert state.pass_counts == [2, 1, 0, 1] and state.pass_shares == {1: 0.5, 2: 0.25, 3: 0.0, 4: 0.25}
+    told = "1: 2 (50.00%), 2: 1 (25.00%), 4: 1 (25.00%); mean passes 2.0000, token-equivalents 1,234"
+    assert state.describe_passes() == f"steps by passes so far: {told}"
