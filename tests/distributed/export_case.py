@@ -29,6 +29,19 @@ SHAPE = {
     "model.make_vocab_size_divisible_by": 8,
     "data.sequence_length": S,
 }
+OPTIONS = {
+    "feedback.fusion": "concat",
+    "model.attention_output_gate": True,
+    "model.residual_multiplier": 0.8,
+    "model.sliding_window": 7,
+    "model.window_attn_skip_freq": 3,
+    "model.scaled_init": False,
+    "data.reset_attention_mask": True,
+    "data.reset_position_ids": True,
+}
+"""Of the untied model; the tied one has the defaults."""
+DOCUMENT_STARTS = (0, 5, 14)
+"""In every row."""
 SPLIT = Grid(tensor=2, pipeline=2)
 FIRST, AGAIN = "step_00000007", "step_00000008"
 
@@ -36,7 +49,8 @@ FIRST, AGAIN = "step_00000007", "step_00000008"
 def case(folder: Path, tied: bool) -> Case:
     """The model under test; its tokenizer lies in `folder`."""
     tokenizer = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": str(folder / "tokenizer")}
-    return Case("", {**SHAPE, **tokenizer, "model.share_embeddings_and_output_weights": tied})
+    options = {} if tied else OPTIONS
+    return Case("", {**SHAPE, **tokenizer, **options, "model.share_embeddings_and_output_weights": tied})
 
 
 def token_rows() -> torch.Tensor:
@@ -44,6 +58,13 @@ def token_rows() -> torch.Tensor:
     tokens = torch.randint(0, VOCAB, (ROWS, S), generator=torch.Generator().manual_seed(8))
     tokens[0, 3], tokens[1, 5] = 0, VOCAB - 1
     return tokens
+
+
+def document_starts() -> torch.Tensor:
+    """[b, s] bool, of the same rows."""
+    starts = torch.zeros(ROWS, S, dtype=torch.bool)
+    starts[:, list(DOCUMENT_STARTS)] = True
+    return starts
 
 
 def scatter_weights(built: Built) -> None:
@@ -80,9 +101,7 @@ def native_logits(built: Built) -> Dict[int, torch.Tensor]:
     from megatron_fbt.data.batch import MicroBatch
 
     stage, tokens = built.stage.eval(), token_rows()
-    starts = torch.zeros_like(tokens, dtype=torch.bool)
-    starts[:, 0] = True
-    batch = MicroBatch(tokens, tokens, torch.ones(tokens.shape), starts, torch.arange(ROWS))
+    batch = MicroBatch(tokens, tokens, torch.ones(tokens.shape), document_starts(), torch.arange(ROWS))
     recipe = Recipe(built.config.feedback, 1, training=False)
     found = {}
     for passes in (1, 2, 3):

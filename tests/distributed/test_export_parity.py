@@ -14,9 +14,12 @@ from megatron_fbt.hf.convert import convert_checkpoint
 from megatron_fbt.training.checkpoint import read_weights
 from tests.distributed.export_case import (
     AGAIN,
+    DOCUMENT_STARTS,
     FIRST,
+    OPTIONS,
     VOCAB,
     S,
+    document_starts,
     load_and_save_again,
     save_and_measure,
     token_rows,
@@ -68,7 +71,7 @@ def test_exported_logits_are_the_native_ones_in_every_pass(native, exports, tied
     ranks = [rank[tied][0][passes] for rank in native if rank[tied][0]]
     assert len(ranks) == 2 and torch.equal(*ranks), "both tensor-parallel ranks of the last stage"
     expected = ranks[0][..., :VOCAB]
-    found = load(exports[tied, "split"])(token_rows(), passes=passes).logits
+    found = load(exports[tied, "split"])(token_rows(), passes=passes, document_starts=document_starts()).logits
     assert found.shape == (3, S, VOCAB) and expected.std() > 0.3
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
 
@@ -77,15 +80,17 @@ def test_exported_logits_are_the_native_ones_in_every_pass(native, exports, tied
 def test_passes_differ_so_much_that_a_wrong_one_would_show(native, tied):
     first, second, third = (native[-1][tied][0][passes][..., :VOCAB] for passes in (1, 2, 3))
     assert torch.allclose(first[:, 0], second[:, 0], atol=1e-6) and torch.allclose(second[:, 1], third[:, 1], atol=1e-5)
-    assert (first - second)[:, 1:].abs().max() > 0.1 and (second - third)[:, 2:].abs().max() > 0.1
+    for start, end in zip(DOCUMENT_STARTS, (*DOCUMENT_STARTS[1:], S), strict=True):
+        assert (first - second)[:, start + 1 : end].abs().max() > 0.1
+        assert (second - third)[:, start + 2 : end].abs().max() > 0.1
 
 
 @torch.no_grad()
 def test_logits_are_those_of_the_formulas(native, folders, tied):
     step = f"{folders[tied]}/split/checkpoints/{FIRST}"
     config = load_yaml(f"{step}/config.yaml")
-    reference = Reference(read_weights(Path(step)), config)
-    expected = reference.logits(reference.passes(token_rows()[1], 3)[-1])
+    reference = Reference(read_weights(Path(step)), config, DOCUMENT_STARTS)
+    expected = reference.logits(reference.passes(token_rows()[1], 3, plain=lambda t: t in DOCUMENT_STARTS)[-1])
     found = native[-1][tied][0][3][1, :, :VOCAB]
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
 
@@ -117,6 +122,8 @@ def test_the_export_says_what_was_trained(exports, tied):
         "rms_norm_eps": 3e-4,
         "intermediate_size": 88,
         "tie_word_embeddings": tied,
+        "fusion": "gate" if tied else "concat",
+        **{name.split(".")[1]: value for name, value in OPTIONS.items() if not tied},
     }
     assert {name: config[name] for name in expected} == expected
     assert 54321.0 in (config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta"))
