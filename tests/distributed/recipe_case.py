@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from megatron.core import parallel_state
 
+from megatron_fbt.config.feedback import MAX_PASSES
 from megatron_fbt.core.grad_sync import reduce_gradients
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import PassTotals, PassView, run_passes
@@ -215,6 +216,7 @@ def one_process(rank: int, world_size: int) -> Dict[str, Any]:
     measures = {
         "formula": formula,
         "cuts": lambda layout: loss_mask_cuts(layout, grid, (4, 1)),
+        "deep": lambda layout: one_step(build(small(), grid, layout), rows(), 1, MAX_PASSES),
         "padding": lambda layout: padded_vocabulary(layout, grid),
         "drawn": lambda layout: drawn(layout, grid),
         "reach": lambda layout: reach(layout, grid),
@@ -234,5 +236,8 @@ def two_processes(rank: int, world_size: int) -> Dict[str, Any]:
         }
         found[str(grid)] = in_layout(grid, measures)
     for grid in (Grid(data=2), Grid(pipeline=2)):
-        found[str(grid)] = in_layout(grid, {"cuts": lambda layout, grid=grid: loss_mask_cuts(layout, grid, (1,))})
+        measures = {"cuts": lambda layout, grid=grid: loss_mask_cuts(layout, grid, (1,))}
+        if grid.pipeline > 1:
+            measures["deep"] = lambda layout, grid=grid: one_step(build(small(), grid, layout), rows(), 1, MAX_PASSES)
+        found[str(grid)] = in_layout(grid, measures)
     return found

@@ -62,6 +62,17 @@ def test_loss_and_gradient_are_means_over_the_loss_tokens_of_the_global_batch(al
     assert ranks[0][size, passes].report.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
+def test_sixteen_passes_over_two_stages_equal_one_process(alone, together):
+    stages, expected = [rank["tp1pp2dp1"]["deep"] for rank in together], alone["deep"]
+    assert len(set(expected.report.loss_per_pass)) == 16
+    for stage in stages:
+        assert stage.report.loss_per_pass == pytest.approx(expected.report.loss_per_pass, rel=1e-6)
+        assert stage.report.grad_norm == pytest.approx(expected.report.grad_norm, rel=1e-5)
+    found = whole([stage.gradients for stage in stages], VOCAB)
+    for key, value in whole([expected.gradients], VOCAB).items():
+        assert relative(found[key], value) <= 1e-5, key
+
+
 def test_the_rows_differ_so_much_that_means_of_means_would_show(alone):
     batch, gradients = rows(), [whole([alone["formula"][k][1]], VOCAB) for k in (1, 2)]
     assert batch.loss_mask.sum(1).tolist() == list(MASKED)
