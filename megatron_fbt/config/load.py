@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
+@functools.cache  # a run reads several configurations, and it takes longer to build than to use
 def build_parser() -> ArgumentParser:
     """The command line: one option for each field, and the flags."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)

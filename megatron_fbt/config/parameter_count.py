@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import List
 
 from megatron_fbt.config.model import ModelConfig
 from megatron_fbt.config.parallel import ParallelConfig
@@ -31,14 +32,17 @@ class ParameterCount:
         return self.embedding + self.layers + self.final_norm + self.output + self.fusion
 
 
-def layer_parameters(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
-    """Parameters of one transformer layer on one tensor-parallel rank: matrices are split, norms are not."""
-    hidden = model.hidden_size
+def layer_matrices(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
+    """Parameters in the matrices of one transformer layer on one tensor-parallel rank."""
     query_like = 3 if model.attention_output_gate else 2  # queries, output projection, gates
     head_rows = (query_like * model.num_attention_heads + 2 * model.query_groups) * model.head_size
-    matrices = head_rows * hidden + 3 * model.ffn_size * hidden
-    norms = 2 * hidden + (2 * model.head_size if model.qk_layernorm else 0)
-    return matrices // tensor_parallel_size + norms
+    return (head_rows + 3 * model.ffn_size) * model.hidden_size // tensor_parallel_size
+
+
+def layer_parameters(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
+    """Parameters of one transformer layer on one tensor-parallel rank: matrices are split, norms are not."""
+    norms = 2 * model.hidden_size + (2 * model.head_size if model.qk_layernorm else 0)
+    return layer_matrices(model, tensor_parallel_size) + norms
 
 
 def fusion_parameters(model: ModelConfig) -> int:
@@ -58,14 +62,32 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
     )
 
 
-def largest_rank_parameters(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> int:
-    """Parameters that the fullest process holds, padding and the last stage's copy of a tied embedding included."""
+@dataclass(frozen=True)
+class StageCount:
+    """Parameters that each process of a pipeline stage holds, padding and a copy of a tied embedding included."""
+
+    total: int
+    hidden_matrices: int
+    """Of these, in the matrices of layers and fusion: all but embedding, output head and norms."""
+
+
+def stage_parameters(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> List[StageCount]:
+    """Parameters of each stage's processes, in the order of the stages."""
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor)
     table = padded // tensor * model.hidden_size
-    held = [layers * layer_parameters(model, tensor) for layers in stage_layers(parallel, model.num_layers)]
-    held[0] += table + fusion_parameters(model) // tensor
+    layers = stage_layers(parallel, model.num_layers)
+    hidden = [count * layer_matrices(model, tensor) for count in layers]
+    held = [count * layer_parameters(model, tensor) for count in layers]
+    fusion = fusion_parameters(model) // tensor
+    hidden[0] += fusion
+    held[0] += table + fusion
     held[-1] += model.hidden_size
     if stages > 1 or not model.share_embeddings_and_output_weights:
         held[-1] += table
-    return max(held)
+    return [StageCount(*counts) for counts in zip(held, hidden)]
+
+
+def largest_rank_parameters(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> int:
+    """Parameters that the fullest process holds, padding and the last stage's copy of a tied embedding included."""
+    return max(stage.total for stage in stage_parameters(model, parallel, vocab_size))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from megatron_fbt.config.feedback import FeedbackConfig, resolved_input_scale
-from megatron_fbt.config.parameter_count import count_parameters, largest_rank_parameters, padded_vocab_size
+from megatron_fbt.config.parameter_count import StageCount, count_parameters, padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
@@ -31,7 +31,7 @@ class RunPlan:
     largest_rank_parameters: int
     """On the fullest process, padding and the last stage's copy of a tied embedding included."""
     largest_rank_state_bytes: int
-    """Weights, gradients, fp32 master weights and Adam states of that process, without activations."""
+    """Most bytes of weights, gradients, fp32 master weights and optimizer states on a process, without activations."""
     sequence_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -124,7 +124,7 @@ def make_plan(
     starts = tuple(phase_start_steps or config.feedback.phase_start_steps(steps))
     shares, token_equivalents = _expected_passes(config.feedback, starts, steps, batches, sequence_length)
     count = count_parameters(model, vocab_size)
-    local = largest_rank_parameters(model, parallel, vocab_size)
+    stages = stage_parameters(model, parallel, vocab_size)
     return RunPlan(
         world_size=world_size,
         tensor_model_parallel_size=tensor,
@@ -135,8 +135,8 @@ def make_plan(
         padded_vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor),
         parameters=count.total,
         fusion_parameters=count.fusion,
-        largest_rank_parameters=local,
-        largest_rank_state_bytes=_state_bytes(config, local, data_parallel_size),
+        largest_rank_parameters=max(stage.total for stage in stages),
+        largest_rank_state_bytes=max(_state_bytes(config, stage, data_parallel_size) for stage in stages),
         sequence_length=sequence_length,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
@@ -172,11 +172,12 @@ def _expected_passes(
     return dict(sorted(shares.items())), token_equivalents
 
 
-def _state_bytes(config: PretrainConfig, parameters: int, data_parallel_size: int) -> int:
-    """Weights + fp32 gradients + optimizer (two fp32 Adam states, and fp32 master weights under bf16)."""
-    weights, optimizer = (2, 12) if config.precision.dtype == "bf16" else (4, 8)
+def _state_bytes(config: PretrainConfig, held: StageCount, data_parallel_size: int) -> int:
+    """Weights + fp32 gradients + optimizer (fp32: two Adam states, or one of Muon; master weights under bf16)."""
+    weights, master = (2, 4) if config.precision.dtype == "bf16" else (4, 0)
+    optimizer = (master + 8) * held.total - (4 * held.hidden_matrices if config.optimizer.type == "muon" else 0)
     shards = data_parallel_size if config.optimizer.sharding == "megatron" else 1
-    return (weights + 4) * parameters + -(-optimizer * parameters // shards)
+    return (weights + 4) * held.total + -(-optimizer // shards)
 
 
 def _notes(config: PretrainConfig) -> List[str]:

@@ -11,6 +11,7 @@ from megatron_fbt.config.load import dump_yaml, load_yaml, parse_command_line
 from megatron_fbt.config.model import ModelConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.run import RunConfig
+from megatron_fbt.config.training import TrainingConfig
 from megatron_fbt.errors import ConfigError
 
 
@@ -144,3 +145,13 @@ def test_round_trip_of_defaults(load):
     text = dump_yaml(PretrainConfig())
     assert load(text) == PretrainConfig()
     assert "layernorm_epsilon: 1.0e-05" in text
+
+
+def test_configurations_read_one_after_the_other_share_nothing(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("training: {train_steps: 10}\n")
+    first = load_yaml(path)
+    first.data.paths.append("corpus")
+    first.feedback.prefix.probability, first.model.num_layers = 0.5, 2
+    second = load_yaml(path)
+    assert second.data.paths == [] and second == PretrainConfig(training=TrainingConfig(train_steps=10))
