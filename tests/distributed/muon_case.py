@@ -8,7 +8,6 @@ import torch
 from megatron_fbt.core.grad_sync import reduce_gradients
 from megatron_fbt.core.muon import hidden_matrices
 from megatron_fbt.core.optimizer_state import read_state
-from megatron_fbt.core.schedule import run_passes
 from megatron_fbt.training.lr_schedule import LearningRate
 from tests.distributed.model_case import Built, Grid, Piece, build, piece, start
 from tests.distributed.recipe_case import cut, in_layout, rows, small
@@ -54,7 +53,7 @@ def ours(built: Built) -> Loop:
         active = active or passes > 1
         schedule.apply(built.optimizer, 4 * step)
         built.optimizer.zero_grad()
-        totals = run_passes(built.stage, cut(rows(), 1, built.layout), passes, built.recipe)
+        totals = built.run(cut(rows(), 1, built.layout), passes)
         loop.norms.append(built.optimizer.step(totals, active, False).grad_norm)
         _record(built, loop)
     return loop
@@ -108,7 +107,7 @@ def by_torch(built: Built) -> Loop:
             optimizers[name] = torch.optim.AdamW(parts[name], betas=(0.9, 0.95), eps=1e-8)
     for step in range(len(PASSES)):
         built.optimizer.zero_grad()
-        run_passes(stage, cut(rows(), 1, built.layout), PASSES[step], built.recipe)
+        built.run(cut(rows(), 1, built.layout), PASSES[step])
         reduce_gradients(built.optimizer.model)
         found = {name: param.main_grad.clone() for name, param in stage.named_parameters()}
         tokens = rows().loss_mask.sum().item()
@@ -156,7 +155,7 @@ def alone(rank: int, world_size: int) -> Dict[str, Any]:
 
 
 def together(rank: int, world_size: int) -> Dict[str, Loop]:
-    """The first variant in layouts of two processes."""
-    case = small("", **SETTINGS, **VARIANTS["grouped queries"])
+    """The first variant in layouts of two processes, gradients reduced while the last backward runs."""
+    case = small("", **SETTINGS, **VARIANTS["grouped queries"], parallel__overlap_grad_reduce=True)
     grids = (Grid(data=2), Grid(pipeline=2))
     return {str(g): in_layout(g, {"": lambda layout, g=g: ours(build(case, g, layout))})[""] for g in grids}
