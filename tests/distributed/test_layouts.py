@@ -30,7 +30,11 @@ CASES = [
             "feedback.fusion": "add",
             "model.qk_layernorm": True,
             "feedback.prefix.granularity": "document",
+            "feedback.prefix.probability": 0.8,
+            "feedback.prefix.exponent": 2.0,
             "feedback.loss_weights.extra_passes": 0.7,
+            "feedback.loss_weights.warmup_steps": 2,
+            "training.z_loss.coefficient": 0.01,
             "model.attention_output_gate": True,
             "model.residual_multiplier": 0.7,
             "model.sliding_window": 11,
@@ -124,6 +128,8 @@ def test_five_steps_equal_one_process(results, grid, name):
         assert len({step for step in map(repr, rank.steps)}) == len(rank.steps)
         for found, expected in zip(rank.steps, reference.steps):
             assert found.loss_per_pass == pytest.approx(expected.loss_per_pass, rel=1e-5)
+            assert found.z_loss == pytest.approx(expected.z_loss, rel=1e-5)
+            assert (found.z_loss > 0.1) == (name == "untied")
             assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
             assert found.loss_tokens == expected.loss_tokens and not found.skipped
     expected = whole([reference.final])
