@@ -131,6 +131,29 @@ class JitterConfig(Section):
         return rules.problems
 
 
+@dataclass
+class SequentialEvalConfig(Section):
+    """Validation under the recurrence that decoding follows, beside the parallel passes.
+
+    The first half of each row (with conversations, all but the assistant's turns) is the prompt. SOFT: a plain prompt;
+    FUSED(n): a prompt of n fused passes. The rest is iterated until it no longer changes: that is the recurrence.
+    """
+
+    passes: Optional[int] = None
+    """Passes that stand for the recurrence; null = four times the schedule's maximum; 0 = off."""
+    fused_passes: int = 1
+    """n of FUSED(n); 0 = SOFT alone."""
+    margin: float = 0.1
+    """Warn when SOFT's loss is more than this above that of the trained number of passes, in nats."""
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("feedback.sequential_eval", self)
+        rules.integers("passes", "fused_passes", low=0)
+        rules.numbers("margin")
+        return rules.problems
+
+
 def preset_phases(name: SchedulePreset) -> List[PassPhase]:
     """Phases of a named schedule.
 
@@ -165,6 +188,7 @@ class FeedbackConfig(Section):
     embedding table, model.init_method_std."""
     eval_passes: Optional[int] = None
     """Passes in validation; null = the schedule's maximum."""
+    sequential_eval: SequentialEvalConfig = field(default_factory=SequentialEvalConfig)
 
     @property
     def phases(self) -> List[PassPhase]:
@@ -181,6 +205,14 @@ class FeedbackConfig(Section):
         """Pass count of a validation run."""
         return self.eval_passes or self.max_passes
 
+    @property
+    def sequential_passes(self) -> int:
+        """Passes that stand for the recurrence in validation; 0 = no sequential validation."""
+        wanted = self.sequential_eval.passes
+        if self.max_passes == 1:
+            return 0
+        return 4 * self.max_passes if wanted is None else wanted
+
     def phase_start_steps(self, train_steps: int) -> List[int]:
         """First step of each phase in a new run of this length."""
         return [step_at_fraction(phase.from_fraction, train_steps) for phase in self.phases]
@@ -190,7 +222,7 @@ class FeedbackConfig(Section):
         rules = Rules("feedback", self)
         rules.numbers("input_scale", above=True)
         rules.integers("eval_passes", high=MAX_PASSES)
-        nested = [self.loss_weights, self.prefix, self.jitter]
+        nested = [self.loss_weights, self.prefix, self.jitter, self.sequential_eval]
         found = [problem for section in nested for problem in section.problems()]
         if rules.usable("schedule"):
             phases = [phase.problems(f"feedback.schedule[{i}]") for i, phase in enumerate(self.phases)]

@@ -5,6 +5,7 @@ dependencies of Megatron-Core's interleaved schedule, whose ring sends the last 
 stage's chunk k + 1. So that schedule runs the K passes unchanged.
 """
 
+import contextlib
 import copy
 from dataclasses import dataclass, replace
 from typing import Callable, List, Optional, Sequence
@@ -16,6 +17,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_fbt.config.feedback import FeedbackConfig
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
+from megatron_fbt.feedback.diagnostics import PassDiagnostics
 from megatron_fbt.feedback.jitter import jitter_noise
 from megatron_fbt.feedback.prefix import fused_positions
 from megatron_fbt.model.loss import AttachLoss, pass_loss_weights
@@ -43,6 +45,10 @@ class Recipe:
         return fused_positions(
             prefix, batch.document_starts, batch.sample_ids, pass_number, self.seed, batch.feedback_region
         )
+
+    def held(self, batch: MicroBatch, pass_number: int, inputs: torch.Tensor) -> torch.Tensor:
+        """The stack's inputs [s/tp, b, h] of pass 2 or later; see SequentialRecipe, which holds some of them."""
+        return inputs
 
     @property
     def jitter_scale(self) -> float:
@@ -117,6 +123,7 @@ class PassView(torch.nn.Module):
         self.config, self.model_type = config, stage.model_type
         self.received: Optional[torch.Tensor] = None
         self.last_backward: Optional[LastBackward] = None
+        self.diagnostics: Optional[PassDiagnostics] = None
 
     @property
     def is_last_pass(self) -> bool:
@@ -140,6 +147,8 @@ class PassView(torch.nn.Module):
         states = stage.run_layers(hidden, batch.document_starts, self._recompute())
         output = states
         if stage.post_process:
+            if self.diagnostics is not None:
+                self.diagnostics.count_states(self.vp_stage, states, batch)
             loss = self._weighted_loss(states, batch)
             output = loss if self.is_last_pass else AttachLoss.apply(states, loss)
         if self.last_backward is not None:
@@ -165,7 +174,12 @@ class PassView(torch.nn.Module):
                 self.recipe.jitter_scale, batch.sample_ids, positions, pass_number, states.size(2), self.recipe.seed
             )
             states = states + noise.to(states.dtype)
-        return self.stage.first_inputs(batch.tokens, states, fused)
+        with contextlib.ExitStack() as watched:
+            if self.diagnostics is not None:
+                self.diagnostics.count_fused(self.vp_stage, fused)
+                watched.enter_context(self.diagnostics.watch_gate(self.vp_stage, self.stage.fusion))
+            inputs = self.stage.first_inputs(batch.tokens, states, fused)
+        return self.recipe.held(batch, pass_number, inputs)
 
     def _weighted_loss(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Weighted sum of the masked losses of this pass (a scalar)."""
@@ -228,6 +242,7 @@ def run_passes(
     recipe: Recipe,
     forward_only: bool = False,
     on_last_backward: Optional[Callable[[], None]] = None,
+    diagnostics: Optional[PassDiagnostics] = None,
 ) -> PassTotals:
     """Forward and, unless forward_only, backward of K passes over the micro-batches of this rank.
 
@@ -241,6 +256,7 @@ def run_passes(
         recipe: prefix mix-in and jitter.
         forward_only: no backward.
         on_last_backward: called when the last backward begins, after which every gradient arrives once.
+        diagnostics: where states and gates are counted; None = not at all.
 
     Returns:
         Sums on the last stage's ranks; zeros elsewhere.
@@ -249,6 +265,8 @@ def run_passes(
     totals = PassTotals(passes, stage.layout.device)
     config = _schedule_config(stage, passes)
     views = [PassView(stage, index, weights, recipe, totals, config) for index in range(passes)]
+    for view in views:
+        view.diagnostics = diagnostics
     last_backward = on_last_backward and LastBackward(micro_batches[-1], on_last_backward)
     common = {
         "forward_step_func": _forward_step,

@@ -8,6 +8,7 @@ from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.training.console import TimeLeft, console_line
 from megatron_fbt.training.flops import step_flops
+from megatron_fbt.training.health import warnings
 from megatron_fbt.training.metrics import MetricsLog, read_metrics, replace_file
 from megatron_fbt.training.run_folder import CONFIG_FILE, TrainerState
 from megatron_fbt.training.status import write_status
@@ -113,6 +114,8 @@ class Reporter:
         last = row["step"] == self.plan.train_steps
         if row["step"] % self.config.logging.log_interval == 0 or last or "validation_loss_pass_1" in row:
             print(console_line(row, self.plan.train_steps, eta), flush=True)
+        for warning in warnings(row, self.config.feedback):
+            print(f"warning: {warning}", flush=True)
 
     def saved(self, checkpoint: Path) -> None:
         """Note the newest checkpoint."""

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import Dict, Optional
+from typing import Dict, Optional, Tuple
 
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.plan import RunPlan
@@ -16,9 +16,11 @@ from megatron_fbt.data.batch import BatchReader, load_micro_batches
 from megatron_fbt.data.dataset import Datasets
 from megatron_fbt.data.sampler import micro_batch_sample_ids
 from megatron_fbt.errors import BadNumbersError, StoppedBySignal
+from megatron_fbt.feedback.diagnostics import PassDiagnostics
 from megatron_fbt.feedback.pass_schedule import passes_at
 from megatron_fbt.training.batch_size import BatchSizeSchedule
 from megatron_fbt.training.checkpoint import Checkpointer
+from megatron_fbt.training.health import gains
 from megatron_fbt.training.lr_schedule import LearningRate
 from megatron_fbt.training.optimizer import Optimizer, StepReport, total_loss
 from megatron_fbt.training.reporter import Reporter
@@ -80,11 +82,10 @@ class Trainer:
         """
         while self.state.step < self.plan.train_steps:
             began, consumed = time.perf_counter(), self.state.consumed_samples
-            passes, lr, report = self._step(signals)
+            row, report = self._step(signals)
             seconds = time.perf_counter() - began
-            row = self._row(passes, lr, report)
             if self._validation_due():
-                row.update(self.validator.run())
+                row.update(self.validator.run(sequential=self.state.fusion_active))
             tokens = (self.state.consumed_samples - consumed) * self.plan.sequence_length
             reporter.step(row, tokens, seconds, self.state)
             self._check_bad_steps(report)
@@ -99,7 +100,8 @@ class Trainer:
         if self.last_saved is None or self.last_saved.name != step_folder(self.state.step):
             self._save(reporter)
 
-    def _step(self, signals: SignalWatcher):
+    def _step(self, signals: SignalWatcher) -> Tuple[Dict, StepReport]:
+        """One global batch: its row for the logs, and what the optimizer did."""
         config, state = self.config, self.state
         passes = passes_at(state.step, config.run.seed, self.plan.phase_start_steps, config.feedback.phases)
         if passes > 1 and state.switch_on_step is None:
@@ -107,6 +109,7 @@ class Trainer:
         if config.model.attention_dropout or config.model.hidden_dropout:
             seed_dropout(config.run.seed, state.step)
         lr = self.learning_rate.apply(self.optimizer, state.consumed_samples)
+        diagnostics = PassDiagnostics(passes, self.layout) if self._diagnostics_due() else None
         self.stage.train()
         self.optimizer.zero_grad()
         totals = run_passes(
@@ -115,10 +118,18 @@ class Trainer:
             passes,
             self._recipe(),
             on_last_backward=self.optimizer.on_last_backward,
+            diagnostics=diagnostics,
         )
         report = self.optimizer.step(totals, state.fusion_active, signals.requested is not None)
         self._count(passes, report)
-        return passes, lr, report
+        row = self._row(passes, lr, report)
+        if diagnostics is not None:
+            row.update(diagnostics.reduce())
+        return row, report
+
+    def _diagnostics_due(self) -> bool:
+        interval = self.config.logging.diagnostics_interval
+        return interval is not None and (self.state.step + 1) % interval == 0
 
     def _recipe(self) -> Recipe:
         """The recipe of the step that begins."""
@@ -159,6 +170,7 @@ class Trainer:
             "passes": passes,
             "loss": total_loss(report.loss_per_pass, weights, factor) + report.z_loss,
             **losses,
+            **gains(report.loss_per_pass),
             **z_loss,
             "grad_norm": report.grad_norm,
             "lr": lr,

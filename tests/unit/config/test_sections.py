@@ -29,17 +29,18 @@ def default_section(name):
 NAN, INF = math.nan, math.inf
 POSITIVE_INTEGERS = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
-    "make_vocab_size_divisible_by",
-    "parallel": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size",
+    "make_vocab_size_divisible_by sliding_window window_attn_skip_freq",
+    "parallel": "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size "
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
     "feedback": "eval_passes",
     "optimizer": "muon_ns_steps",
     "data": "sequence_length",
     "training": "train_steps train_samples train_tokens micro_batch_size global_batch_size eval_interval max_bad_steps",
     "checkpoint": "save_interval keep_last",
-    "logging": "log_interval",
+    "logging": "log_interval diagnostics_interval",
 }
 NUMBERS_ABOVE_ZERO = {
-    "model": "layernorm_epsilon rotary_base init_method_std",
+    "model": "layernorm_epsilon rotary_base init_method_std residual_multiplier",
     "feedback.prefix": "exponent",
     "parallel": "collective_timeout_s",
     "optimizer": "lr muon_lr adam_eps",
@@ -47,6 +48,7 @@ NUMBERS_ABOVE_ZERO = {
 NUMBERS_FROM_ZERO = {
     "feedback.loss_weights": "first_pass extra_passes",
     "feedback.jitter": "scale",
+    "feedback.sequential_eval": "margin",
     "optimizer": "min_lr weight_decay muon_weight_decay clip_grad",
 }
 FRACTIONS_BELOW_ONE = {
@@ -54,7 +56,7 @@ FRACTIONS_BELOW_ONE = {
     "optimizer": "adam_beta1 adam_beta2 muon_momentum",
 }
 SWITCHES = {
-    "model": "qk_layernorm share_embeddings_and_output_weights",
+    "model": "qk_layernorm share_embeddings_and_output_weights attention_output_gate scaled_init",
     "parallel": "sequence_parallel overlap_grad_reduce",
     "memory": "deallocate_pipeline_outputs",
     "data": "mmap eod_mask_loss reset_attention_mask reset_position_ids",
@@ -62,6 +64,7 @@ SWITCHES = {
 }
 CHOICES = {
     "model": "input_norm transformer_impl",
+    "memory": "recompute recompute_passes",
     "feedback": "fusion",
     "feedback.prefix": "granularity",
     "precision": "dtype",
@@ -102,7 +105,12 @@ REFUSED = [
     ("optimizer", "muon_ns_steps", 100),
     ("parallel", "context_parallel_size", 2),
     ("parallel", "sequence_parallel", True),
-    ("parallel", "overlap_grad_reduce", True),
+    ("parallel", "overlap_param_gather", True),
+    ("parallel", "virtual_pipeline_model_parallel_size", 2),
+    ("feedback.sequential_eval", "passes", -1),
+    ("feedback.sequential_eval", "passes", 2.5),
+    ("feedback.sequential_eval", "fused_passes", -1),
+    ("feedback.sequential_eval", "fused_passes", None),
     ("training", "micro_batch_size", 3),
     ("training", "rampup_batch_size", []),
     ("training", "rampup_batch_size", [4, 2]),
