@@ -93,12 +93,13 @@ def meet(name: str) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), **options)
 
 
-def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = None) -> str:
+def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = None, tokenizer: Any = None) -> str:
     """Run megatron_fbt.pretrain.train on this rank.
 
     Args:
         config: of the run; not changed.
         before_step: called with the trainer at the beginning of each step; what it returns is called at the end.
+        tokenizer: of the run; None = one that stands in.
 
     Returns:
         "finished", or the name of the error that ended it.
@@ -111,7 +112,7 @@ def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = N
     from megatron_fbt.training.trainer import Trainer
 
     meet(f"run {next(_numbers)}")
-    pretrain.build_tokenizer = lambda section: PlainTokenizer(VOCAB)
+    pretrain.build_tokenizer = lambda section: tokenizer or PlainTokenizer(VOCAB)
     plain_step = Trainer._step
 
     def step(trainer, signals):
