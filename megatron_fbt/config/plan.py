@@ -191,6 +191,12 @@ def _notes(config: PretrainConfig) -> List[str]:
         )
     if norm == "rms" and scale != 1.0:
         notes.append(f"plain inputs have RMS 1 (model.input_norm rms), fused ones feedback.input_scale = {scale:g}")
+    awake = itertools.dropwhile(lambda phase: max(phase.passes) == 1, config.feedback.phases)
+    if config.optimizer.type == "muon" and any(1 in phase.passes for phase in awake):
+        notes.append(
+            "optimizer.type is muon, which makes a step of full length of any momentum: one-pass batches after the "
+            "first multi-pass one move the fusion layer on along its last gradients; leave them out of feedback.schedule"
+        )
     if not config.data.paths:
         notes.append("data.paths is empty: training needs it")
     if config.data.tokenizer.path is None:

@@ -198,3 +198,21 @@ def test_vocabulary_not_smaller_than_the_tokenizers():
     assert check_vocab_size(config, 64) == 64
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 64.*65"):
         check_vocab_size(config, 65)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "phases", "noted"),
+    [
+        ("muon", [{1: 1.0}, {1: 0.5, 3: 0.5}], 1),
+        ("muon", [{2: 1.0}, {1: 1.0}], 1),
+        ("muon", [{1: 1.0}, {2: 0.5, 3: 0.5}], 0),
+        ("muon", [{1: 1.0}], 0),
+        ("adamw", [{1: 1.0}, {1: 0.5, 3: 0.5}], 0),
+    ],
+)
+def test_note_on_muon_and_one_pass_batches_after_the_first_multi_pass_one(optimizer, phases, noted):
+    config = small_config()
+    config.optimizer.type = optimizer
+    config.feedback.schedule = [PassPhase(number / 2, passes) for number, passes in enumerate(phases)]
+    notes = make_plan(config, 1, 11).notes
+    assert sum("muon" in note for note in notes) == noted
