@@ -194,8 +194,8 @@ def _notes(config: PretrainConfig) -> List[str]:
     awake = itertools.dropwhile(lambda phase: max(phase.passes) == 1, config.feedback.phases)
     if config.optimizer.type == "muon" and any(1 in phase.passes for phase in awake):
         notes.append(
-            "optimizer.type is muon, which makes a step of full length of any momentum: one-pass batches after the "
-            "first multi-pass one move the fusion layer on along its last gradients; leave them out of feedback.schedule"
+            "optimizer.type is muon, which makes a step of full length of any momentum: one-pass batches after "
+            "the first multi-pass one move the fusion layer on along its last gradients; take them out of the schedule"
         )
     if not config.data.paths:
         notes.append("data.paths is empty: training needs it")
