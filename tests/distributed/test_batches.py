@@ -13,6 +13,7 @@ from megatron_fbt.data.dataset import build_datasets
 from megatron_fbt.data.sampler import micro_batch_sample_ids
 from megatron_fbt.errors import DataError
 from tests.distributed.launch import run_distributed
+from tests.unit.data.chats import chat, write_chats, write_letter_tokenizer
 from tests.unit.data.corpus import EOD, PlainTokenizer, data_config, numbered_documents, write_documents
 
 WEIGHTS = [None, [1, 4]]
@@ -102,18 +103,38 @@ def read_shares_and_fail(rank, world_size, folder, prefixes, broken):
     shares = [read_share(rank, world_size, f"{folder}/{weights}", prefixes, weights) for weights in WEIGHTS]
     with pytest.raises(DataError) as caught:
         build_datasets(data_config(folder, [broken]), PlainTokenizer(), 40, 0)
-    return shares, str(caught.value)
+    return shares, str(caught.value), read_conversations_and_fail(folder)
+
+
+def read_conversations_and_fail(folder):
+    """Rows of conversations, and what is said of a file with a bad line, while the first rank often gives signs."""
+    from megatron_fbt.data import first_rank
+    from megatron_fbt.data.tokenizer import HuggingFaceTokenizer
+
+    first_rank.SIGN_OF_LIFE_S = 0.0
+    tokenizer = HuggingFaceTokenizer(f"{folder}/letters")
+    config = data_config(folder, [f"{folder}/chats.jsonl"], 24, format="conversations")
+    rows = build_datasets(config, tokenizer, 9, 0).train
+    config.data.paths = [f"{folder}/bad.jsonl"]
+    with pytest.raises(DataError) as caught:
+        build_datasets(config, tokenizer, 9, 0)
+    return [rows[i]["tokens"].tolist() for i in range(9)], str(caught.value)
 
 
 def test_samples_are_the_same_for_any_number_of_ranks_and_damage_ends_them_all(tmp_path, prefix):
     prefixes = [write_documents(tmp_path / f"c{i}", numbered_documents(30, 11 + i, start=100 * i)) for i in range(2)]
     os.truncate(f"{prefix}.bin", 100)
+    write_letter_tokenizer(tmp_path / "letters")
+    write_chats(tmp_path / "chats.jsonl", [chat(f"user: {n}", "assistant: ok") for n in range(9)])
+    (tmp_path / "bad.jsonl").write_text((tmp_path / "chats.jsonl").read_text() + "{}\n")
     results = run_distributed(read_shares_and_fail, 3, str(tmp_path), prefixes, prefix, timeout=300)
-    assert all("corpus.bin: 100 bytes found, 780 expected" in message for _, message in results)
+    assert all("corpus.bin: 100 bytes found, 780 expected" in message for _, message, _ in results)
+    assert all("bad.jsonl, line 10: no key 'messages'" in message for *_, (_, message) in results)
+    assert len({str(rows) for *_, (rows, _) in results}) == 1 and len(list(tmp_path.glob("data_cache/conv*"))) == 1
     for number, weights in enumerate(WEIGHTS):
         alone, valid = read_share(0, 1, str(tmp_path / f"alone{number}"), prefixes, weights)
         together = {}
-        for shares, _ in results:
+        for shares, _, _ in results:
             found, its_valid = shares[number]
             assert not together.keys() & found.keys() and its_valid == valid
             together.update(found)

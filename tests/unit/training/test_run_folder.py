@@ -13,6 +13,7 @@ from megatron_fbt.training.run_folder import (
     TrainerState,
     changed_fields,
     finished_checkpoint,
+    initial_checkpoint,
     latest_checkpoint,
     prepare_run_folder,
     read_trainer_state,
@@ -151,3 +152,28 @@ def test_pass_counts_of_a_run():
     assert state.pass_counts == [2, 1, 0, 1] and state.pass_shares == {1: 0.5, 2: 0.25, 3: 0.0, 4: 0.25}
     told = "1: 2 (50.00%), 2: 1 (25.00%), 4: 1 (25.00%); mean passes 2.0000, token-equivalents 1,234"
     assert state.describe_passes() == f"steps by passes so far: {told}"
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step_00000003"])
+def test_a_new_run_may_start_from_a_run_its_checkpoints_or_one_of_them(tmp_path, named):
+    source = PretrainConfig()
+    source.model.vocab_size = 256
+    checkpoint = write_checkpoint(tmp_path, 3, source)
+    config = PretrainConfig()
+    assert initial_checkpoint(config) is None
+    config.checkpoint.init_from = str(tmp_path / named)
+    config.model.vocab_size, config.model.rotary_base, config.data.sequence_length = 256, 5e5, 8192
+    config.optimizer.type, config.feedback.schedule, config.precision.dtype = "muon", "full", "fp32"
+    assert initial_checkpoint(config) == checkpoint
+    config.model.num_layers, config.model.hidden_size = 2, 64
+    expected = r"num_layers = 2: the checkpoint has 4; model.hidden_size = 64: .* or name another checkpoint.init_from"
+    with pytest.raises(CheckpointError, match=expected):
+        initial_checkpoint(config)
+
+
+def test_a_start_from_nowhere_is_refused(tmp_path):
+    config = PretrainConfig()
+    for folder in (tmp_path / "nowhere", tmp_path):
+        config.checkpoint.init_from = str(folder)
+        with pytest.raises(CheckpointError, match=f"checkpoint {folder}: "):
+            initial_checkpoint(config)
