@@ -20,7 +20,8 @@ class PassPhase(Section):
     """From `from_fraction` of the run on, each global batch draws its pass count K with these probabilities."""
 
     from_fraction: float
-    """Start of the phase as a fraction of the run's steps, 0 <= from_fraction < 1; the first phase starts at 0."""
+    """Start of the phase as a fraction of the run's steps, 0 <= from_fraction < 1; the first phase starts at 0. It
+    becomes a step when a run first starts; resumes keep that step, whatever their length, until the phases change."""
     passes: Dict[int, float]
     """{K: probability}, 1 <= K <= 16; the probabilities add up to 1."""
 
