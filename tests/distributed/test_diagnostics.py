@@ -1,0 +1,43 @@
+"""Diagnostics are the values computed by hand, sequential validation is decoding, in every kind of layout."""
+
+import pytest
+
+from tests.distributed import diagnostics_case
+from tests.distributed.launch import run_distributed
+from tests.distributed.model_case import Grid
+from tests.distributed.run_case import write_corpus
+
+GRIDS = [Grid(), Grid(tensor=2, pipeline=2, sequence_parallel=True), Grid(tensor=2, data=2)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    (found,) = run_distributed(diagnostics_case.by_hand, 1, timeout=240)
+    return found
+
+
+@pytest.fixture(scope="module", params=GRIDS, ids=str)
+def ranks(request):
+    return run_distributed(diagnostics_case.measure, request.param.world_size, request.param, timeout=240)
+
+
+def test_norms_and_shares_are_those_computed_by_hand(expected, ranks):
+    for found in ranks:
+        assert found["health"] == pytest.approx(expected["health"], rel=1e-5)
+    assert 0.01 < expected["health"]["gate_low_share"] < 0.5 and 0.2 < expected["health"]["fused_share_pass_2"] < 0.8
+
+
+@pytest.mark.parametrize("name", ["fused 0", "fused 1"])
+def test_sequential_validation_is_decoding_token_by_token(expected, ranks, name):
+    for found in ranks:
+        assert found[name][-1] == pytest.approx(expected[name], rel=1e-5)
+        assert found[name][1] != pytest.approx(expected[name], rel=1e-4), "two passes must not do for the recurrence"
+    assert expected["fused 0"] != pytest.approx(expected["fused 1"], rel=1e-4)
+
+
+def test_a_step_without_diagnostics_costs_what_it_costs_without_the_feature(tmp_path):
+    arguments = (str(tmp_path), write_corpus(tmp_path))
+    (costs,) = run_distributed(diagnostics_case.step_costs, 1, *arguments, timeout=120, init_group=False)
+    off, on = costs["off"], costs["on"]
+    assert [step for step, (a, b) in enumerate(zip(off, on), start=1) if a != b] == [8]
+    assert on[7] > off[7]
