@@ -60,14 +60,15 @@ class DataConfig(Section):
     weights: Optional[List[float]] = None
     """Blend weights, one for each path, positive; null = in proportion to the number of samples."""
     split: str = "969,30,1"
-    """Parts of the documents for training, validation and test."""
+    """Parts of the documents (or conversations, in the order of the files) for training, validation and test."""
     sequence_length: int = 1024
     """Tokens in a row."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat_template: Optional[str] = None
     """Jinja file that renders conversations; null = the tokenizer's own template or, if it has none, a plain one."""
     cache_dir: Optional[str] = None
-    """Folder for data set indices; null = <run.dir>/data_cache."""
+    """Folder for data set indices and the tokens of conversations, seen by all processes; null =
+    <run.dir>/data_cache."""
     mmap: bool = True
     """Memory-map the .bin files."""
     eod_mask_loss: bool = False

@@ -4,6 +4,7 @@ Names of control tokens inside a message are text: only the template can write a
 """
 
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -138,15 +139,27 @@ class ChatEncoder:
                 continue
             before = self._render(messages[:number], add_generation_prompt=True)[0]
             after = self._render(messages[: number + 1])[0]
-            if not (after.startswith(before) and text.startswith(after)):
+            end = self._shared(after, text)
+            # Some templates close the conversation with a control token, wherever it ends.
+            closed = not self._control.sub("", after[end:]).strip()
+            if not (text.startswith(before) and after.startswith(before) and len(before) <= end and closed):
                 raise BadRecord(
                     "template_not_additive",
                     f"the chat template does not render message {number + 1} (the assistant's) as an addition to the "
                     "generation prompt, so its tokens cannot be told from the others; name a template with "
                     "{% generation %} blocks around the assistant's turns in data.chat_template",
                 )
-            spans.append((len(before), self._end_of_turn(text, len(before), len(after))))
+            spans.append((len(before), self._end_of_turn(text, len(before), end)))
         return text, [(begin, end) for begin, end in spans if begin < end]
+
+    def _shared(self, first: str, second: str) -> int:
+        """Length of what two rendered texts begin with, whole control tokens only."""
+        length = len(os.path.commonprefix([first, second]))
+        for text in (first, second):
+            for match in self._control_of_template.finditer(text):
+                if match.start() < length < match.end():
+                    length = match.start()
+        return length
 
     def _end_of_turn(self, text: str, begin: int, end: int) -> int:
         """Where a turn ends: behind its last control token, if nothing but blanks follows it."""

@@ -50,6 +50,12 @@ def test_a_turn_without_control_token_goes_to_its_end(letters):
     assert (text, mask) == ("u|x/a|yz/", "......111")
 
 
+def test_a_template_that_closes_every_conversation_is_understood(letters):
+    closing = TEMPLATE + "{% if not add_generation_prompt %}{{ '<|system|>' }}{% endif %}"
+    text, mask = shown(*ChatEncoder(closing, letters).encode(TURNS))
+    assert (text, mask) == ("SbeE/UabE/AcdE/UeE/AE/S", "...........111......111")
+
+
 @pytest.mark.parametrize("first", ["\n\nhello", " hello", "hello", "\u00e9", ""])
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
 def test_prompt_and_reply_never_share_a_token(kind, first, sentencepiece_model, huggingface_folder):
@@ -82,12 +88,15 @@ def test_a_tokenizer_that_writes_a_blank_first_keeps_the_whole_texts_tokens(tmp_
         ChatEncoder(template.replace("' a:'", "' '").replace("':'", "''"), tokenizer).encode(chat("assistant: a"))
 
 
+STRIPPING = TEMPLATE.replace("message['content']", "(message['content'] if loop.last else message['content'][-1])")
+"""Leaves reasoning out of earlier turns."""
 NOT_ADDITIVE = "{% for m in messages %}{{ '%d' | format(messages | length) + m['content'] }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "turns", "reason"),
     [
+        (STRIPPING, chat("user: a", "assistant: x|b", "user: c", "assistant: d"), "does not render message 2"),
         (NOT_ADDITIVE, chat("user: a", "assistant: b", "user: c"), "does not render message 2 .* data.chat_template"),
         ("{{ raise_exception('roles must alternate') }}", chat("user: a", "assistant: b"), "roles must alternate"),
         ("{{ messages[0]['content'] }}", chat("assistant: b"), "the chat template fails"),
