@@ -18,7 +18,14 @@ VARIANTS = {
     "concat": {"fusion": "concat"},
     "add, output gate, multiplier": {"fusion": "add", **GATED, "residual_multiplier": 0.6},
     "window": {"fusion": "gate", **WINDOWED},
-    "all": {"fusion": "concat", **GATED, **WINDOWED, "residual_multiplier": 1.4, "input_norm": "none"},
+    "all": {
+        "fusion": "concat",
+        **GATED,
+        **WINDOWED,
+        "residual_multiplier": 1.4,
+        "input_norm": "none",
+        "scaled_init": False,
+    },
 }
 T, PROMPT = 15, 9
 
@@ -54,9 +61,10 @@ def test_exported_logits_equal_the_formulas(built, ids, tmp_path):
         expected = reference.logits(reference.passes(ids[0], passes)[-1])
         assert largest_difference(model(ids[:1], passes=passes).logits[0], expected) < TOLERANCE
     written = json.loads((tmp_path / "model" / "config.json").read_text())
-    for name in ("attention_output_gate", "sliding_window", "window_attn_skip_freq", "residual_multiplier"):
+    attention = ("attention_output_gate", "sliding_window", "window_attn_skip_freq")
+    for name in (*attention, "residual_multiplier", "scaled_init"):
         assert written[name] == getattr(config.model, name)
-    assert (written["fusion"], written["scaled_init"]) == (config.feedback.fusion, True)
+    assert written["fusion"] == config.feedback.fusion
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"Fusion: `{config.feedback.fusion}`." in card and ("gated" in card) == config.model.attention_output_gate
     assert ("sees 4 positions (every layer in 2 sees all)" in card) == (config.model.sliding_window is not None)
