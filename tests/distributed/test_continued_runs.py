@@ -16,7 +16,7 @@ from megatron_fbt.hf.convert import convert_checkpoint
 from megatron_fbt.inference.text import GenerationOptions, continue_text, load_model
 from megatron_fbt.training.checkpoint import Checkpointer, read_weights
 from tests.distributed.launch import run_distributed
-from tests.distributed.run_case import VOCAB, branch, checkpoint_of, rows_of, run, run_config, write_corpus
+from tests.distributed.run_case import VOCAB, branch, checkpoint_of, rows_of, run, run_config, stop_before, write_corpus
 from tests.unit.data.chats import chat, write_chats, write_letter_tokenizer
 from tests.unit.data.corpus import PlainTokenizer
 from tests.unit.hf.reference import Reference
@@ -25,6 +25,7 @@ PLAIN_RECIPE = {"feedback__prefix": PrefixConfig(probability=0.0), "feedback__ji
 SHAPE = {"model__hidden_size": 32, "model__ffn_hidden_size": 48, "model__vocab_size": VOCAB}
 COMMON = {**SHAPE, "model__init_method_std": 0.2, "feedback__schedule": "full", "training__rampup_batch_size": None}
 SOURCE_STEPS, TUNING_STEPS, HALF = 4, 60, 40
+SPLIT = {"tensor": (2, 1), "pipeline": (1, 2)}
 LONG = {"data__sequence_length": 64, "model__rotary_base": 500_000.0}
 """Four times the source's rows, and another base than its 10,000."""
 
@@ -47,11 +48,12 @@ def long_config(folder, corpus, layout=(1, 1), **overrides):
     return run_config(Path(folder) / f"long{layout[1]}", corpus, layout, **{**fields, **overrides})
 
 
-def tuning_config(folder, chats, name):
+def tuning_config(folder, chats, name, layout=(1, 1)):
     """Instruction tuning from the source's step folder."""
     config = run_config(
         Path(folder) / name,
         chats,
+        layout,
         **COMMON,
         feedback__prefix=PrefixConfig(granularity="prompt"),
         data__format="conversations",
@@ -79,14 +81,17 @@ def keep_loaded(folder):
     return hook
 
 
-def source_and_long_context(rank, world_size, folder, corpus):
-    """Tensor parallel 2, then pipeline parallel 2; and once more, which resumes."""
+def source_and_long_context(rank, world_size, folder, corpus, chats):
+    """Tensor parallel 2, then pipeline parallel 2; and once more, which resumes. Tuning is begun in both."""
     assert run(source_config(folder, corpus)) == "finished"
     config = long_config(folder, corpus, (1, 2))
     assert run(config, keep_loaded(folder)) == "finished"
     config.training.train_steps = 3
     assert run(config) == "finished"
     assert run(long_config(folder, corpus, (2, 1), model__num_layers=4, run__dir=f"{folder}/no")) == "CheckpointError"
+    tokenizer = HuggingFaceTokenizer(Path(folder) / "letters")
+    for name, layout in SPLIT.items():
+        assert run(tuning_config(folder, chats, name, layout), stop_before(3), tokenizer) == "StoppedBySignal"
 
 
 def tune(rank, world_size, folder, chats):
@@ -109,7 +114,7 @@ def folder(tmp_path_factory):
     write_letter_tokenizer(folder / "letters")
     chats = write_chats(folder / "chats.jsonl", [chat(f"user: {q}", f"assistant: {a}") for q, a in CHATS])
     corpus = write_corpus(folder)
-    run_distributed(source_and_long_context, 2, str(folder), corpus, timeout=200, init_group=False)
+    run_distributed(source_and_long_context, 2, str(folder), corpus, chats, timeout=200, init_group=False)
     run_distributed(tune, 1, str(folder), chats, timeout=200, init_group=False)
     return folder
 
@@ -153,6 +158,14 @@ def test_tuning_resumes_bit_for_bit(folder):
     assert rows_of(folder / "tuned") == rows_of(folder / "resumed")
     tensors = [checkpoint_of(folder / name, TUNING_STEPS) for name in ("tuned", "resumed")]
     assert [name for name, value in tensors[0].items() if not torch.equal(value, tensors[1][name])] == []
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_tuning_is_the_same_where_the_model_is_split(folder, name):
+    whole, split = rows_of(folder / "tuned")[:3], rows_of(folder / name)
+    for expected, found in zip(whole, split, strict=True):
+        losses_of = [[row[f"loss_pass_{k}"] for k in (1, 2, 3)] for row in (found, expected)]
+        assert losses_of[0] == pytest.approx(losses_of[1], rel=1e-4) and found["loss_tokens"] == expected["loss_tokens"]
 
 
 def test_the_last_pass_of_tuning_is_what_soft_decoding_computes(folder):
