@@ -281,6 +281,8 @@ def _meaning(config: PretrainConfig) -> Dict[str, Any]:
         "model.num_query_groups": model.query_groups,
         "model.kv_channels": model.head_size,
         "model.qk_layernorm": model.qk_layernorm,
+        "model.attention_output_gate": model.attention_output_gate,
+        "model.residual_multiplier": model.residual_multiplier,
         "model.layernorm_epsilon": model.layernorm_epsilon,
         "model.share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
         "model.input_norm": model.input_norm,
