@@ -6,16 +6,10 @@
                                                  first_labels.npy [conversations] first place > 0 of a generated token
                                                  report.json      counts; written last
 
-The folder is written under another name and renamed when all of it is there. Its name depends on the content of the
-files, the template and the tokenizer, not on the sequence length.
+Its name depends on the content of the files, the template and the tokenizer, not on the sequence length.
 """
 
-import hashlib
 import json
-import logging
-import os
-import shutil
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +18,7 @@ from typing import Any, Dict, Iterator, List, Tuple
 import numpy
 
 from megatron_fbt.config.data import DataConfig
+from megatron_fbt.data.cache_folder import cached_folder, read_array, read_report, unreadable, write_report
 from megatron_fbt.data.chat import ASSISTANT, ChatEncoder, chat_template
 from megatron_fbt.data.encode import narrow_ids, token_dtype
 from megatron_fbt.data.inputs import (
@@ -32,14 +27,11 @@ from megatron_fbt.data.inputs import (
     check_text,
     find_inputs,
     parse_object,
-    read_blocks,
     read_lines,
 )
 from megatron_fbt.data.progress import Progress
 from megatron_fbt.data.tokenizer import Tokenizer
 from megatron_fbt.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Changes when the files of the cache, or what is put into them, change."""
@@ -117,17 +109,11 @@ def prepare_conversations(config: DataConfig, cache: str, tokenizer: Tokenizer) 
     files = find_inputs(config.paths, "jsonl")
     template = chat_template(config, tokenizer)
     made_with = (FORMAT, template, tokenizer.unique_identifiers, tokenizer.template_variables, tokenizer.eod)
-    digest = hashlib.sha256(repr(made_with).encode())
-    for file in files:
-        content = hashlib.sha256()
-        for block, _ in read_blocks(file):
-            content.update(block)
-            yield ""
-        digest.update(content.digest())
-    folder = Path(cache) / f"conversations-{digest.hexdigest()[:16]}"
-    if not _is_whole(folder):
-        yield from _build(files, ChatEncoder(template, tokenizer), tokenizer, folder)
-    yield str(folder)
+
+    def write(folder: Path) -> Iterator[str]:
+        return _write(files, ChatEncoder(template, tokenizer), tokenizer, folder)
+
+    yield from cached_folder(cache, "conversations", made_with, files, write)
 
 
 def open_conversations(folder: str, mmap: bool) -> Conversations:
@@ -138,57 +124,13 @@ def open_conversations(folder: str, mmap: bool) -> Conversations:
     """
     path = Path(folder)
     try:
-        report = json.loads((path / "report.json").read_text(encoding="utf-8"))
-        read = _map if mmap else numpy.fromfile
-        tokens, assistant = (
-            read(path / "tokens.bin", dtype=report["dtype"]),
-            read(path / "assistant.bin", dtype="uint8"),
-        )
+        report = read_report(path)
+        tokens = read_array(path / "tokens.bin", report["dtype"], mmap)
+        assistant = read_array(path / "assistant.bin", "uint8", mmap)
         tables = (numpy.load(path / f"{name}.npy") for name in ("ends", "first_labels"))
         return Conversations(tokens, assistant, *tables, report)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"cache {folder}: cannot be read here ({error}); data.cache_dir must be a folder that all processes share"
-        ) from error
-
-
-def _map(path: Path, dtype: str) -> numpy.ndarray:
-    return numpy.memmap(path, mode="r", dtype=dtype)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a cache folder is there and its files have the sizes that they should have."""
-    if not folder.is_dir():
-        return False
-    try:
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        sizes = {name: os.path.getsize(folder / name) for name in report["sizes"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("cache %s: damaged (%s), building it again", folder, error)
-        return False
-    if sizes != report["sizes"]:
-        logger.warning("cache %s: damaged (sizes %s), building it again", folder, sizes)
-    return sizes == report["sizes"]
-
-
-def _build(files: List[InputFile], encoder: ChatEncoder, tokenizer: Tokenizer, folder: Path) -> Iterator[str]:
-    """Write the cache folder; yields after each conversation."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    except OSError as error:
-        raise DataError(f"cache {folder.parent}: cannot be written: {error}") from error
-    try:
-        yield from _write(files, encoder, tokenizer, staging)
-        if folder.exists() and not _is_whole(folder):
-            shutil.rmtree(folder)
-        if not folder.exists():
-            os.rename(staging, folder)
-    except OSError as error:
-        if not _is_whole(folder):  # else another run was faster
-            raise DataError(f"cache {folder}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        raise unreadable(folder, error) from error
 
 
 def _write(files: List[InputFile], encoder: ChatEncoder, tokenizer: Tokenizer, folder: Path) -> Iterator[str]:
@@ -226,9 +168,8 @@ def _write(files: List[InputFile], encoder: ChatEncoder, tokenizer: Tokenizer, f
         "skipped": dict(skipped),
         "ended_by_eod": last_tokens[tokenizer.eod],
         "dtype": dtype.name,
-        "sizes": {path.name: os.path.getsize(path) for path in sorted(folder.iterdir())},
     }
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(folder, report)
 
 
 def _encode_all(files: List[InputFile], encoder: ChatEncoder) -> Iterator[Tuple[int, numpy.ndarray, numpy.ndarray]]:
