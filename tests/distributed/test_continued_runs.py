@@ -70,12 +70,12 @@ def tuning_config(folder, chats, name, layout=(1, 1)):
     return config
 
 
-def keep_loaded(folder):
+def keep_loaded(folder, name):
     """Save what a run holds before its first step."""
 
     def hook(trainer):
         if trainer.state.step == 0:
-            copy = Checkpointer(Path(folder) / "loaded" / "checkpoints", None, trainer.layout)
+            copy = Checkpointer(Path(folder) / name / "checkpoints", None, trainer.layout)
             copy.save(trainer.stage, trainer.optimizer, trainer.state, "")
 
     return hook
@@ -85,7 +85,9 @@ def source_and_long_context(rank, world_size, folder, corpus, chats):
     """Tensor parallel 2, then pipeline parallel 2; and once more, which resumes. Tuning is begun in both."""
     assert run(source_config(folder, corpus)) == "finished"
     config = long_config(folder, corpus, (1, 2))
-    assert run(config, keep_loaded(folder)) == "finished"
+    assert run(config, keep_loaded(folder, "loaded")) == "finished"
+    sharded = {"optimizer__sharding": "megatron", "precision__dtype": "bf16", "training__train_steps": 1}
+    assert run(long_config(folder, corpus, **sharded), keep_loaded(folder, "half")) == "finished"
     config.training.train_steps = 3
     assert run(config) == "finished"
     assert run(long_config(folder, corpus, (2, 1), model__num_layers=4, run__dir=f"{folder}/no")) == "CheckpointError"
@@ -129,6 +131,14 @@ def test_weights_move_to_another_layout_bit_for_bit_and_nothing_else_does(folder
             assert torch.equal(value, source[name]), name
     state = json.loads((folder / "loaded" / "checkpoints" / "step_00000000" / "trainer_state.json").read_text())
     assert not any(state[name] for name in ("step", "consumed_samples", "updates", "fusion_updates"))
+
+
+def test_weights_move_to_another_number_format_and_sharded_states(folder):
+    source, loaded = checkpoint_of(folder / "source", SOURCE_STEPS), checkpoint_of(folder / "half", 0)
+    masters = [name for name in source if name.startswith("optimizer.master.")]
+    assert [name for name in masters if not torch.equal(loaded[name], source[name])] == []
+    weights = [name for name in source if not name.startswith("optimizer.")]
+    assert weights and all(torch.equal(loaded[name], source[name].bfloat16()) for name in weights)
 
 
 def test_a_longer_context_starts_where_the_source_is_under_the_new_base(folder):
