@@ -82,6 +82,7 @@ class PackedRows(torch.utils.data.Dataset):
     Attributes:
         marked: these rows say where documents start and what is fed back.
         rows_in_epoch: rows that hold each conversation once.
+        tokens_in_epoch: tokens in them that are not padding.
     """
 
     marked = True
@@ -100,11 +101,10 @@ class PackedRows(torch.utils.data.Dataset):
         self.sequence_length, self._pad, self._seed, self._part = sequence_length, pad, seed, part
         self._conversations = conversations
         order = numbers[shuffled(len(numbers), seed, part, 0)]
-        members, self._ends = pack(
-            numpy.minimum(conversations.lengths[order], sequence_length + 1), sequence_length + 1
-        )
+        lengths = numpy.minimum(conversations.lengths[order], sequence_length + 1)
+        members, self._ends = pack(lengths, sequence_length + 1)
         self._members = order[members]
-        self.rows_in_epoch = len(self._ends)
+        self.rows_in_epoch, self.tokens_in_epoch = len(self._ends), int(lengths.sum())
         self._samples = min(samples, self.rows_in_epoch) if once else samples
         self._epoch: Tuple[int, numpy.ndarray] = (-1, numpy.zeros(0, dtype=numpy.int64))
 
@@ -175,6 +175,10 @@ def conversation_rows(
             f"{config.sequence_length} leave none of {len(conversations)} conversations to train on"
         )
     rows = PackedRows(conversations, train, train_samples, config.sequence_length, pad, seed, part=0)
+    if is_first_rank():
+        epoch, filled = rows.rows_in_epoch, rows.tokens_in_epoch / (rows.rows_in_epoch * longest)
+        epochs = train_samples / epoch
+        logger.info("an epoch has %d rows, filled to %.1f %%; the run reads %.2f epochs", epoch, 100 * filled, epochs)
     if not len(valid) and valid_samples and is_first_rank():
         logger.warning("validation is off: data.split %s leaves no conversation for it", config.split)
     if not len(valid) or not valid_samples:

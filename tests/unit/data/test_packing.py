@@ -97,6 +97,7 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_are_left_ou
     assert "1 conversations are longer than data.sequence_length 8 + 1 and were cut there" in caplog.text
     assert "1 conversations were left out: the assistant's first turn begins beyond" in caplog.text
     assert "3 conversations with 35 tokens, 11 of them the assistant's" in caplog.text
+    assert "an epoch has 2 rows, filled to 72.2 %; the run reads 1.00 epochs" in caplog.text
 
 
 def test_turns_that_do_not_end_with_the_end_token_are_told(tmp_path, letters, caplog):
