@@ -1,4 +1,4 @@
-"""README.md taken apart: code blocks, command lines, tables, the tree."""
+"""README.md and the pages of docs/ taken apart: code blocks, command lines, tables, the tree."""
 
 import re
 import shlex
@@ -10,14 +10,25 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def text() -> str:
-    """The whole file."""
+    """README.md."""
     return README.read_text(encoding="utf-8")
+
+
+def pages() -> Dict[str, str]:
+    """README.md and the pages of docs/, by path."""
+    paths = [README, *sorted((README.parent / "docs").glob("*.md"))]
+    return {str(path.relative_to(README.parent)): path.read_text(encoding="utf-8") for path in paths}
+
+
+def everything() -> str:
+    """All pages, one after the other."""
+    return "\n".join(pages().values())
 
 
 def section(title: str) -> str:
     """Text below a heading, up to the next heading."""
-    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", prose_safe(text()), re.DOTALL | re.MULTILINE)
-    assert match, f"README.md has no heading {title!r}"
+    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", prose_safe(everything()), re.DOTALL | re.MULTILINE)
+    assert match, f"no page has the heading {title!r}"
     return match[1]
 
 
@@ -28,7 +39,7 @@ def prose_safe(markdown: str) -> str:
 
 def blocks(language: str) -> List[str]:
     """Contents of the code blocks of one language."""
-    return [match[2] for match in BLOCK.finditer(text()) if match[1] == language]
+    return [match[2] for match in BLOCK.finditer(everything()) if match[1] == language]
 
 
 def command_lines() -> List[str]:
@@ -56,7 +67,7 @@ def code_words(markdown: str) -> List[str]:
 
 def tree_paths() -> List[str]:
     """Paths of the annotated tree; folders end with a slash."""
-    (block,) = (block for block in blocks("text") if block.startswith("megatron_fbt/"))
+    (block,) = (block for block in blocks("text") if block.startswith("megatron_fbt/ "))
     parents, found = [], []
     for line in block.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2

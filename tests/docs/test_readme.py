@@ -111,7 +111,7 @@ def test_help_of_the_test_runner(repository):
 
 
 def test_fields_exist():
-    dotted = [word for word in readme.code_words(readme.text()) if re.fullmatch(r"[a-z_]+(\.\w+)+", word)]
+    dotted = [word for word in readme.code_words(readme.everything()) if re.fullmatch(r"[a-z_]+(\.\w+)+", word)]
     named = [word for word in dotted if word.partition(".")[0] in SECTIONS and word != "run.sh"]
     assert len(named) > 20
     assert [word for word in named if word not in FIELDS] == []
@@ -148,7 +148,7 @@ def test_exit_codes():
 
 
 def test_kinds_of_bad_lines():
-    rows = readme.table("Data", "kind")
+    rows = readme.table("Data files", "kind")
     assert {kind for cell in rows for kind in re.findall(r"`(\w+)`", cell)} == set(BAD_LINES)
 
 
@@ -167,25 +167,28 @@ def test_tree_has_every_folder(repository):
     listed = {path.rstrip("/") for path in readme.tree_paths()}
     folders = {f"megatron_fbt/{path.parent.name}" for path in repository.glob("megatron_fbt/*/__init__.py")}
     others = {f"tests/{path.name}" for path in (repository / "tests").iterdir() if any(path.glob("test_*.py"))}
-    tools = {"tools", "benchmarks", "examples", "examples/configs"}
+    tools = {"tools", "benchmarks", "docs", "examples", "examples/configs"}
     assert folders | others | tools <= listed
 
 
 def test_named_paths_exist(repository):
     top = {path.name for path in repository.iterdir()}
-    words = " ".join(readme.code_words(readme.text())).split()
+    words = " ".join(readme.code_words(readme.everything())).split()
     paths = [word for word in words if word.split("/")[0] in top - {"runs"} or word.endswith((".sh", ".md", ".txt"))]
     assert len(paths) >= 4
     assert [path for path in paths if not (repository / path).exists()] == []
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", readme.text()) if not link.startswith("http")]
-    assert links and [link for link in links if not (repository / link).exists()] == []
 
 
-def test_links_inside_the_file():
-    titles = re.findall(r"^#+ (.+)$", readme.prose_safe(readme.text()), re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    targets = re.findall(r"\]\(#([^)]+)\)", readme.text())
-    assert targets and set(targets) <= anchors
+@pytest.mark.parametrize("page", readme.pages())
+def test_links(repository, page):
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", readme.pages()[page]) if not link.startswith("http")]
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (repository / page).parent / path if path else repository / page
+        assert target.exists(), link
+        titles = re.findall(r"^#+ (.+)$", readme.prose_safe(target.read_text()), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_tested_versions(repository):
