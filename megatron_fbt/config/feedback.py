@@ -141,7 +141,7 @@ class SequentialEvalConfig(Section):
     """
 
     passes: Optional[int] = None
-    """Passes that stand for the recurrence; null = four times the schedule's maximum; 0 = off."""
+    """Passes that stand for the recurrence; null = twice the schedule's maximum; 0 = off."""
     fused_passes: int = 1
     """n of FUSED(n); 0 = SOFT alone."""
     margin: float = 0.1
@@ -212,7 +212,7 @@ class FeedbackConfig(Section):
         wanted = self.sequential_eval.passes
         if self.max_passes == 1:
             return 0
-        return 4 * self.max_passes if wanted is None else wanted
+        return 2 * self.max_passes if wanted is None else wanted
 
     def phase_start_steps(self, train_steps: int) -> List[int]:
         """First step of each phase in a new run of this length."""
