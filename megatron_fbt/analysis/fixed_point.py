@@ -56,13 +56,18 @@ def pass_states(model: Any, input_ids: Tensor, passes: int, document_starts: Opt
     """
     network, config = model.model, model.config
     plain, token = network.embed(input_ids)
-    starts = None if document_starts is None else document_starts.bool()
-    positions = network.positions(input_ids, None, 0, starts if config.reset_position_ids else None)
-    documents = starts.long().cumsum(-1) if config.reset_attention_mask and starts is not None else None
-    stays_plain = positions == 0 if starts is None else (positions == 0) | starts
+    positions, kept_apart = network.positions(input_ids, None, 0), {}
+    stays_plain = positions == 0
+    if document_starts is not None:
+        starts = document_starts.bool()
+        if getattr(config, "reset_position_ids", False):  # exports of the first versions do not know it
+            positions = network.positions(input_ids, None, 0, starts)
+        if getattr(config, "reset_attention_mask", False):
+            kept_apart = {"documents": starts.long().cumsum(-1)}
+        stays_plain = (positions == 0) | starts
     inputs = plain
     for k in range(passes):
-        state = network.stack(inputs, positions, documents=documents)
+        state = network.stack(inputs, positions, **kept_apart)
         yield state
         if k + 1 < passes:
             fused = network.fusion(token, F.pad(state[:, :-1], (0, 0, 1, 0)))

@@ -1,0 +1,55 @@
+"""Figures as PNG files, without a display. Needs matplotlib (the extra `plots`)."""
+
+from pathlib import Path
+from typing import Any, Tuple
+
+from megatron_fbt.errors import ConfigError
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Distinct for colour-blind readers too (Okabe and Ito)."""
+
+
+def require_matplotlib() -> None:
+    """Refuse work that will end in a plot where none can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed: pip install -c constraints.txt -e '.[plots]'"
+        ) from error
+
+
+def new_figure(panels: int, title: str) -> Tuple[Any, Any]:
+    """A figure with panels side by side, and the list of their axes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * panels, 4.8), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12)
+    axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
+    for axis in axes:
+        axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from error
