@@ -10,7 +10,7 @@ from megatron_fbt.config.dry_run import check_vocab_size, run_dry
 from megatron_fbt.config.load import parse_command_line
 from megatron_fbt.config.plan import make_plan
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.data.tokenizer import build_tokenizer
+from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.errors import FBTError, StoppedBySignal
 from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.messages import set_up_messages
@@ -76,7 +76,7 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     checkpoint = latest_checkpoint(checkpoints_folder(config))
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
     validate_config(config, world_size, phase_starts)
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = run_tokenizer(config)
     config.model.vocab_size = check_vocab_size(config, tokenizer.vocab_size)
     plan = make_plan(config, world_size, config.model.vocab_size, phase_starts)
     if is_main:

@@ -41,7 +41,10 @@ def validate_for_training(config: PretrainConfig) -> None:
     problems = []
     if not config.data.paths:
         problems.append("data.paths = []: no data set; give the prefix of a .bin/.idx pair, e.g. --data.paths=[corpus]")
-    if config.data.tokenizer.path is None:
+    if config.data.format == "labelled" and config.data.tokenizer.path is None:
+        if config.model.vocab_size is None:
+            problems.append("model.vocab_size = null: rows of token ids do not tell it; give the number of ids")
+    elif config.data.tokenizer.path is None:
         remedy = "give a SentencePiece .model file or a folder with Hugging Face tokenizer files"
         problems.append(f"data.tokenizer.path = null: no tokenizer; {remedy}")
     raise_problems(problems)
@@ -119,11 +122,11 @@ def _muon_problems(config: PretrainConfig) -> List[str]:
 
 def _region_problems(config: PretrainConfig) -> List[str]:
     """The boundary at the prompt's end needs data that know where the prompt ends."""
-    if config.feedback.prefix.granularity != "prompt" or config.data.format == "conversations":
+    if config.feedback.prefix.granularity != "prompt" or config.data.format != "indexed":
         return []
     return [
         f"feedback.prefix.granularity = 'prompt': data.format = {config.data.format!r} marks no prompts; set it to "
-        "conversations, or feedback.prefix.granularity to row or document"
+        "conversations or labelled, or feedback.prefix.granularity to row or document"
     ]
 
 

@@ -49,26 +49,28 @@ class TokenizerConfig(Section):
 
 @dataclass
 class DataConfig(Section):
-    """What is read: indexed data sets (.bin/.idx), or conversations in JSON Lines for instruction tuning."""
+    """What is read: indexed data sets (.bin/.idx), or JSON Lines of conversations or of rows with their labels."""
 
-    format: Literal["indexed", "conversations"] = "indexed"
+    format: Literal["indexed", "conversations", "labelled"] = "indexed"
     """indexed: token streams cut into rows. conversations: {"messages": [{"role": ..., "content": ...}, ...]} on each
-    line; rendered by the chat template, packed whole into rows, the loss on the assistant's turns alone."""
+    line; rendered by the chat template, packed whole into rows, the loss on the assistant's turns alone. labelled: a
+    row of sequence_length ids on each line, {"input_ids": [...], "labels": [...]}; labels[t] is scored at position t
+    itself, -100 = no loss; with "feedback": [0 or 1, ...] the row says what is fed back. It needs no tokenizer."""
     paths: List[str] = field(default_factory=list)
-    """indexed: prefixes of the data sets, without .bin/.idx. conversations: .jsonl, .jsonl.gz or .jsonl.zst files, or
-    folders of them. Each at most once."""
+    """indexed: prefixes of the data sets, without .bin/.idx. Else .jsonl, .jsonl.gz or .jsonl.zst files, or folders of
+    them. Each at most once."""
     weights: Optional[List[float]] = None
     """Blend weights, one for each path, positive; null = in proportion to the number of samples."""
     split: str = "969,30,1"
-    """Parts of the documents (or conversations, in the order of the files) for training, validation and test."""
+    """Parts of the documents (or conversations or rows, in the order of the files) for training, validation and
+    test."""
     sequence_length: int = 1024
     """Tokens in a row."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat_template: Optional[str] = None
     """Jinja file that renders conversations; null = the tokenizer's own template or, if it has none, a plain one."""
     cache_dir: Optional[str] = None
-    """Folder for data set indices and the tokens of conversations, seen by all processes; null =
-    <run.dir>/data_cache."""
+    """Folder for data set indices and what JSON Lines hold, seen by all processes; null = <run.dir>/data_cache."""
     mmap: bool = True
     """Memory-map the .bin files."""
     eod_mask_loss: bool = False
@@ -98,15 +100,17 @@ class DataConfig(Section):
 
     def _format_rules(self, rules: Rules) -> None:
         """Fields that only one of the formats knows are not set in the other."""
+        if self.format != "conversations" and rules.usable("chat_template") and self.chat_template is not None:
+            why = f"data.format is {self.format}"
+            rules.add("chat_template", why, "set it to null, or data.format to conversations")
         if self.format == "indexed":
-            if rules.usable("chat_template") and self.chat_template is not None:
-                rules.add("chat_template", "data.format is indexed", "set it to null, or data.format to conversations")
             return
         if rules.usable("weights") and self.weights is not None:
-            why = "data.format is conversations, of which each is read once in an epoch"
+            why = f"data.format is {self.format}, of which each is read once in an epoch"
             rules.add("weights", why, "set it to null, and repeat in the files what is to come more often")
         if rules.usable("eod_mask_loss") and self.eod_mask_loss:
-            why = "data.format is conversations, whose loss lies on the assistant's turns alone"
+            loss = {"conversations": "lies on the assistant's turns alone", "labelled": "lies where the labels say"}
+            why = f"data.format is {self.format}, whose loss {loss[self.format]}"
             rules.add("eod_mask_loss", why, "set it to false")
         if rules.usable("chat_template") and self.chat_template is not None:
             remedy = "name a file, or set it to null"

@@ -199,6 +199,6 @@ def _notes(config: PretrainConfig) -> List[str]:
         )
     if not config.data.paths:
         notes.append("data.paths is empty: training needs it")
-    if config.data.tokenizer.path is None:
+    if config.data.tokenizer.path is None and config.data.format != "labelled":
         notes.append("data.tokenizer.path is null: training needs it")
     return notes

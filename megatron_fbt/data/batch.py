@@ -20,13 +20,14 @@ class MicroBatch:
 
     Attributes:
         tokens: [b, s] int64 on the first stage, else None.
-        labels: [b, s] int64 on the last stage, else None. The label of position t is the token of position t + 1.
+        labels: [b, s] int64 on the last stage, else None. What position t is scored against: the token of position
+            t + 1, unless the data have labels of their own.
         loss_mask: [b, s] float32 on the last stage, else None.
         document_starts: [b, s] bool, true where a document begins: at position 0 and, unless the data say otherwise,
             after an end-of-document token.
         sample_ids: [b] int64, places in the global consumed order (not wrapped).
-        feedback_region: [b, s] bool on the first stage where the data have it (conversations), true where the input
-            token is one that the model generates when it decodes: the assistant's; else None.
+        feedback_region: [b, s] bool on the first stage where the data have it (conversations, labelled rows), true
+            where the input token is one that the model generates when it decodes: the assistant's; else None.
     """
 
     tokens: Optional[torch.Tensor]

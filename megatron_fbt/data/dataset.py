@@ -15,6 +15,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.data.conversations import open_conversations, prepare_conversations
 from megatron_fbt.data.first_rank import first_rank_first, from_first_rank, is_first_rank
 from megatron_fbt.data.indexed import check_ids, check_indexed, quiet_megatron
+from megatron_fbt.data.labelled import LabelledRows, labelled_rows, open_labelled, prepare_labelled
 from megatron_fbt.data.packing import PackedRows, conversation_rows
 from megatron_fbt.data.splits import document_ranges
 from megatron_fbt.errors import ConfigError, DataError
@@ -64,8 +65,8 @@ class Rows(torch.utils.data.Dataset):
 class Datasets:
     """Rows of each split; ``valid`` is None when there is nothing to validate on."""
 
-    train: Union[Rows, PackedRows]
-    valid: Union[Rows, PackedRows, None]
+    train: Union[Rows, PackedRows, LabelledRows]
+    valid: Union[Rows, PackedRows, LabelledRows, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,7 @@ def build_datasets(config: PretrainConfig, tokenizer, train_samples: int, valid_
     each stretch of ``sequence_length`` tokens, and sample numbers beyond its end start again.
 
     Args:
-        config: Sections data and run are used.
+        config: Sections data and run are used, and the resolved model.vocab_size.
         tokenizer: The tokenizer that made the data.
         train_samples: Rows of the whole run.
         valid_samples: Rows of one evaluation; 0 = no validation.
@@ -107,6 +108,8 @@ def build_datasets(config: PretrainConfig, tokenizer, train_samples: int, valid_
     parts = parse_split(config.data.split)
     if train_samples < 1:
         raise ConfigError(f"the run has {train_samples} training samples; training needs at least one step")
+    if config.data.format == "labelled":
+        return _build_labelled(config, train_samples, valid_samples)
     tokenizer.eod  # noqa: B018  refused before any data are read
     if config.data.format == "conversations":
         return _build_conversations(config, tokenizer, train_samples, valid_samples)
@@ -126,6 +129,16 @@ def _build_conversations(config: PretrainConfig, tokenizer, train_samples: int, 
         conversations = open_conversations(folder, config.data.mmap)
         seed, pad = config.run.seed, tokenizer.eod
         return Datasets(*conversation_rows(config.data, conversations, train_samples, valid_samples, pad, seed))
+
+    return first_rank_first(build)
+
+
+def _build_labelled(config: PretrainConfig, train_samples: int, valid_samples: int) -> Datasets:
+    folder = from_first_rank(lambda: prepare_labelled(config.data, _cache_folder(config), config.model.vocab_size))
+
+    def build() -> Datasets:
+        source = open_labelled(folder, config.data.mmap)
+        return Datasets(*labelled_rows(config.data, source, train_samples, valid_samples, config.run.seed))
 
     return first_rank_first(build)
 

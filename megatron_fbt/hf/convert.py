@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Union
 
 from megatron_fbt.data.chat import chat_template
-from megatron_fbt.data.tokenizer import build_tokenizer
+from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.hf.export import check_output, export_model
 from megatron_fbt.hf.weights import parse_dtype
 from megatron_fbt.training.checkpoint import read_weights
@@ -40,7 +40,7 @@ def convert_checkpoint(
     config = written_config(step)
     if tokenizer_path is not None:
         config.data.tokenizer.path = tokenizer_path
-    tokenizer = build_tokenizer(config.data.tokenizer)
+    tokenizer = run_tokenizer(config)
     if config.data.format == "conversations":
         tokenizer.saved_chat_template = chat_template(config.data, tokenizer)
     number_format = parse_dtype(dtype or config.precision.dtype)

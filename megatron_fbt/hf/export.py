@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, Mapping, Union
+from typing import Any, Dict, Mapping, Optional, Union
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -24,8 +24,8 @@ CODE_FILES = ("configuration_fbt.py", "generation_fbt.py", "layers_fbt.py", "mod
 AUTO_MAP = {"AutoConfig": "configuration_fbt.FBTConfig", "AutoModelForCausalLM": "modeling_fbt.FBTForCausalLM"}
 
 
-def hf_config(config: PretrainConfig, vocab_size: int, eod: int, dtype: torch.dtype) -> FBTConfig:
-    """The configuration of the exported model; vocab_size counts the rows of the unpadded embedding."""
+def hf_config(config: PretrainConfig, vocab_size: int, eod: Optional[int], dtype: torch.dtype) -> FBTConfig:
+    """The configuration of the exported model; vocab_size counts the unpadded embedding's rows, eod None = no such token."""
     model, feedback = config.model, config.feedback
     return FBTConfig(
         vocab_size=vocab_size,
@@ -104,9 +104,10 @@ def export_model(
     try:
         partial.mkdir(parents=True)
         save_weights(tensors, partial, max_shard_size)
-        exported = hf_config(config, vocab_size, tokenizer.eod, dtype)
+        eod = tokenizer.eod if tokenizer.eod >= 0 else None
+        exported = hf_config(config, vocab_size, eod, dtype)
         exported.save_pretrained(partial)
-        generation = GenerationConfig(eos_token_id=tokenizer.eod, pad_token_id=tokenizer.eod)
+        generation = GenerationConfig(eos_token_id=eod, pad_token_id=eod)
         generation.save_pretrained(partial)
         tokenizer.save_for_huggingface(partial)
         for name in CODE_FILES:

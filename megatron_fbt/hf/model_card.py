@@ -22,13 +22,7 @@ with megatron_fbt. $parameters parameters ($dtype), $layers layers, hidden size 
 trained on rows of $length tokens with up to $passes parallel passes. $options
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder", trust_remote_code=True)
-prompt = tokenizer("A prompt", return_tensors="pt", add_special_tokens=False)
-output = model.generate(prompt.input_ids, regime="$regime", max_new_tokens=64)
-print(tokenizer.decode(output[0], skip_special_tokens=True))
+$usage
 ```
 
 | regime | prompt | new tokens |
@@ -44,6 +38,24 @@ Left-padded batches, beam search and several return sequences work; static cache
 )
 
 
+WITH_TOKENIZER = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder", trust_remote_code=True)
+prompt = tokenizer("A prompt", return_tensors="pt", add_special_tokens=False)
+output = model.generate(prompt.input_ids, regime="{regime}", max_new_tokens=64)
+print(tokenizer.decode(output[0], skip_special_tokens=True))"""
+WITH_IDS = """\
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
+prompt = torch.tensor([[1, 2, 3]])  # token ids: the model was trained on rows of them, without a tokenizer
+output = model.generate(prompt, regime="{regime}", max_new_tokens=64)
+print(output[0].tolist())"""
+
+
 def model_card(exported: FBTConfig, parameters: int, dtype: str) -> str:
     """Fill in the card.
 
@@ -52,6 +64,7 @@ def model_card(exported: FBTConfig, parameters: int, dtype: str) -> str:
         parameters: Number of parameters, a tied matrix counted once.
         dtype: Number format of the weights.
     """
+    usage = WITH_IDS if exported.eos_token_id is None else WITH_TOKENIZER
     return TEMPLATE.substitute(
         parameters=f"{parameters:,}",
         dtype=dtype,
@@ -60,7 +73,7 @@ def model_card(exported: FBTConfig, parameters: int, dtype: str) -> str:
         vocabulary=f"{exported.vocab_size:,}",
         length=f"{exported.max_position_embeddings:,}",
         passes=exported.passes,
-        regime=exported.regime,
+        usage=usage.format(regime=exported.regime),
         options=" ".join(_options(exported)),
     )
 

@@ -112,7 +112,7 @@ def run(config: PretrainConfig, before_step: Optional[Callable[[Any], None]] = N
     from megatron_fbt.training.trainer import Trainer
 
     meet(f"run {next(_numbers)}")
-    pretrain.build_tokenizer = lambda section: tokenizer or PlainTokenizer(VOCAB)
+    pretrain.run_tokenizer = lambda config: tokenizer or PlainTokenizer(VOCAB)
     plain_step = Trainer._step
 
     def step(trainer, signals):

@@ -281,7 +281,7 @@ import os, sys
 from megatron_fbt import pretrain
 from tests.distributed.run_case import VOCAB
 from tests.unit.data.corpus import PlainTokenizer
-pretrain.build_tokenizer = lambda section: PlainTokenizer(VOCAB)
+pretrain.run_tokenizer = lambda config: PlainTokenizer(VOCAB)
 if len(sys.argv) > 2:
     from megatron_fbt.training.trainer import Trainer
     plain = Trainer._step
