@@ -9,7 +9,7 @@ from megatron_fbt.config.rules import Rules, Section
 
 @dataclass
 class ModelConfig(Section):
-    """Architecture of one Full-Bandwidth Transformer (decoder-only, RMSNorm, RoPE, SwiGLU, no biases)."""
+    """Architecture of one Full-Bandwidth Transformer (decoder-only, RMSNorm, RoPE, SwiGLU)."""
 
     num_layers: int = 4
     """Transformer layers in the whole model."""
@@ -25,6 +25,9 @@ class ModelConfig(Section):
     """Size of one head; null = hidden_size / num_attention_heads."""
     qk_layernorm: bool = False
     """RMSNorm on queries and keys, per head."""
+    add_qkv_bias: bool = False
+    """Biases on queries, keys and values (and on the gates of attention_output_gate), zero at first; no other layer has
+    any."""
     attention_output_gate: bool = False
     """Multiply each attention output by a sigmoid gate computed from the layer's input, element by element."""
     sliding_window: Optional[int] = None

@@ -32,17 +32,23 @@ class ParameterCount:
         return self.embedding + self.layers + self.final_norm + self.output + self.fusion
 
 
+def qkv_rows(model: ModelConfig) -> int:
+    """Rows of the matrix that gives queries (and their gates), keys and values."""
+    query_like = 2 if model.attention_output_gate else 1
+    return (query_like * model.num_attention_heads + 2 * model.query_groups) * model.head_size
+
+
 def layer_matrices(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
     """Parameters in the matrices of one transformer layer on one tensor-parallel rank."""
-    query_like = 3 if model.attention_output_gate else 2  # queries, output projection, gates
-    head_rows = (query_like * model.num_attention_heads + 2 * model.query_groups) * model.head_size
-    return (head_rows + 3 * model.ffn_size) * model.hidden_size // tensor_parallel_size
+    output_columns = model.num_attention_heads * model.head_size
+    return (qkv_rows(model) + output_columns + 3 * model.ffn_size) * model.hidden_size // tensor_parallel_size
 
 
 def layer_parameters(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
-    """Parameters of one transformer layer on one tensor-parallel rank: matrices are split, norms are not."""
+    """Parameters of one transformer layer on one tensor-parallel rank: matrices and biases are split, norms are not."""
     norms = 2 * model.hidden_size + (2 * model.head_size if model.qk_layernorm else 0)
-    return layer_matrices(model, tensor_parallel_size) + norms
+    biases = qkv_rows(model) // tensor_parallel_size if model.add_qkv_bias else 0
+    return layer_matrices(model, tensor_parallel_size) + norms + biases
 
 
 def fusion_parameters(model: ModelConfig) -> int:

@@ -40,6 +40,7 @@ def transformer_config(config: PretrainConfig) -> TransformerConfig:
         num_query_groups=model.query_groups,
         kv_channels=model.head_size,
         qk_layernorm=model.qk_layernorm,
+        add_qkv_bias=model.add_qkv_bias,
         attention_output_gate=model.attention_output_gate,
         window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
         window_attn_skip_freq=model.window_attn_skip_freq,

@@ -11,7 +11,7 @@ REGIMES = ("standard", "soft", "fused", "recurrent")
 
 
 class FBTConfig(PretrainedConfig):
-    """Shape of the network and of its feedback path (decoder-only; RMSNorm, RoPE, SwiGLU, no biases).
+    """Shape of the network and of its feedback path (decoder-only; RMSNorm, RoPE, SwiGLU).
 
     Args:
         vocab_size: Entries of the vocabulary, without padding.
@@ -22,6 +22,7 @@ class FBTConfig(PretrainedConfig):
         num_key_value_heads: Key/value heads; None = num_attention_heads.
         head_dim: Size of one head; None = hidden_size // num_attention_heads.
         qk_layernorm: RMSNorm on queries and keys, per head.
+        attention_bias: Biases on queries, keys and values (and on the output gates); no other layer has any.
         attention_output_gate: Multiply each attention output by the sigmoid of a projection of the layer's input.
         sliding_window: Positions that a query sees, its own included; None = all earlier ones.
         window_attn_skip_freq: Every n-th layer (counted from 1) sees all earlier positions all the same; None = none.
@@ -60,6 +61,7 @@ class FBTConfig(PretrainedConfig):
         num_key_value_heads=None,
         head_dim=None,
         qk_layernorm=False,
+        attention_bias=False,
         attention_output_gate=False,
         sliding_window=None,
         window_attn_skip_freq=None,
@@ -93,6 +95,7 @@ class FBTConfig(PretrainedConfig):
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
         self.qk_layernorm = qk_layernorm
+        self.attention_bias = attention_bias
         self.attention_output_gate = attention_output_gate
         self.sliding_window = sliding_window
         self.window_attn_skip_freq = window_attn_skip_freq

@@ -36,6 +36,7 @@ def hf_config(config: PretrainConfig, vocab_size: int, eod: Optional[int], dtype
         num_key_value_heads=model.query_groups,
         head_dim=model.head_size,
         qk_layernorm=model.qk_layernorm,
+        attention_bias=model.add_qkv_bias,
         attention_output_gate=model.attention_output_gate,
         sliding_window=model.sliding_window,
         window_attn_skip_freq=model.window_attn_skip_freq,

@@ -127,10 +127,11 @@ class FBTAttention(nn.Module):
         self.dropout = config.attention_dropout
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.g_proj = nn.Linear(config.hidden_size, query_size, bias=False) if config.attention_output_gate else None
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.g_proj = nn.Linear(config.hidden_size, query_size, bias=bias) if config.attention_output_gate else None
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
         self.o_proj.role = "residual_output"
         norm = (lambda: FBTRMSNorm(config.head_dim, config.rms_norm_eps)) if config.qk_layernorm else nn.Identity

@@ -70,6 +70,8 @@ class FBTPreTrainedModel(PreTrainedModel):
                 scaled = self.config.scaled_init and role == "residual_output"
                 depth = 2 * self.config.num_hidden_layers if scaled else 1
                 nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(depth))
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
 
 
 class FBTModel(FBTPreTrainedModel):

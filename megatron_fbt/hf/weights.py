@@ -121,6 +121,8 @@ def canonical_shapes(config: PretrainConfig, vocab_size: int) -> Iterator[Tuple[
         yield f"{layer}.input_layernorm.weight", (hidden,)
         rows = queries + (queries if model.attention_output_gate else 0) + 2 * groups
         yield f"{layer}.self_attention.linear_qkv.weight", (rows, hidden)
+        if model.add_qkv_bias:
+            yield f"{layer}.self_attention.linear_qkv.bias", (rows,)
         if model.qk_layernorm:
             yield f"{layer}.self_attention.q_layernorm.weight", (head,)
             yield f"{layer}.self_attention.k_layernorm.weight", (head,)
@@ -190,9 +192,7 @@ def qkv_rows(model: ModelConfig) -> Dict[str, Tuple[Tuple[int, int], ...]]:
 
 def split_qkv(tensor: Tensor, model: ModelConfig) -> Dict[str, Tensor]:
     """Weight or bias of linear_qkv by purpose, see qkv_rows."""
-    return {
-        letter: torch.cat([tensor[start:stop] for start, stop in rows]) for letter, rows in qkv_rows(model).items()
-    }
+    return {letter: torch.cat([tensor[start:stop] for start, stop in rows]) for letter, rows in qkv_rows(model).items()}
 
 
 def parse_dtype(name: str) -> torch.dtype:

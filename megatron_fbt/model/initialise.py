@@ -89,7 +89,7 @@ def initialise_parameters(
     """Set every parameter of a stage to its initial value.
 
     Args:
-        parameters: by global name; norm weights are the one-dimensional ones.
+        parameters: by global name; norm weights and biases are the one-dimensional ones.
         config: model section.
         vocab_size: entries without padding; padded rows of embedding and head are zero.
         seed: run.seed.
@@ -98,7 +98,7 @@ def initialise_parameters(
     """
     for name, param in parameters.items():
         if param.dim() == 1:
-            param.fill_(1.0)
+            param.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
         elements = global_elements(name, param, tensor_rank, tensor_size).flatten()
         flat = torch.empty(elements.numel(), dtype=torch.float32)

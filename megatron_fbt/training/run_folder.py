@@ -281,6 +281,7 @@ def _meaning(config: PretrainConfig) -> Dict[str, Any]:
         "model.num_query_groups": model.query_groups,
         "model.kv_channels": model.head_size,
         "model.qk_layernorm": model.qk_layernorm,
+        "model.add_qkv_bias": model.add_qkv_bias,
         "model.attention_output_gate": model.attention_output_gate,
         "model.residual_multiplier": model.residual_multiplier,
         "model.layernorm_epsilon": model.layernorm_epsilon,

@@ -32,6 +32,7 @@ SHAPE = {
 OPTIONS = {
     "feedback.fusion": "concat",
     "model.attention_output_gate": True,
+    "model.add_qkv_bias": True,
     "model.residual_multiplier": 0.8,
     "model.sliding_window": 7,
     "model.window_attn_skip_freq": 3,
@@ -73,6 +74,9 @@ def scatter_weights(built: Built) -> None:
     with torch.no_grad():
         for name, param in built.stage.global_parameters().items():
             generator = torch.Generator().manual_seed(len(name) + 31 * sum(map(ord, name)))
+            if name.endswith(".bias"):
+                param.copy_(torch.rand(param.shape, generator=generator) - 0.5)
+                continue
             if param.dim() == 1:
                 param.mul_(torch.rand(param.shape, generator=generator) + 0.5)
                 continue

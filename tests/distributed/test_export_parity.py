@@ -28,6 +28,9 @@ from tests.distributed.launch import run_distributed
 from tests.unit.hf.exports import LetterTokenizer, load
 from tests.unit.hf.reference import Reference
 
+EXPORTED = {"model.add_qkv_bias": "attention_bias"}
+"""Fields with another name in an export."""
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -123,7 +126,7 @@ def test_the_export_says_what_was_trained(exports, tied):
         "intermediate_size": 88,
         "tie_word_embeddings": tied,
         "fusion": "gate" if tied else "concat",
-        **{name.split(".")[1]: value for name, value in OPTIONS.items() if not tied},
+        **{EXPORTED.get(name, name.split(".")[1]): value for name, value in OPTIONS.items() if not tied},
     }
     assert {name: config[name] for name in expected} == expected
     assert 54321.0 in (config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta"))

@@ -36,6 +36,7 @@ CASES = [
             "feedback.loss_weights.warmup_steps": 2,
             "training.z_loss.coefficient": 0.01,
             "model.attention_output_gate": True,
+            "model.add_qkv_bias": True,
             "model.residual_multiplier": 0.7,
             "model.sliding_window": 11,
             "model.window_attn_skip_freq": 2,

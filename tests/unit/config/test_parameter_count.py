@@ -17,6 +17,16 @@ def test_an_output_gate_adds_a_matrix_of_the_queries_shape_to_each_layer():
     assert count_parameters(gated, 11).total - count_parameters(SMALL, 11).total == 6 * 8 * 8
 
 
+def test_biases_are_counted_on_queries_their_gates_keys_and_values():
+    plain = replace(SMALL, attention_output_gate=True)
+    biased = replace(plain, add_qkv_bias=True)
+    assert count_parameters(biased, 11).total - count_parameters(plain, 11).total == 6 * (8 + 8 + 4 + 4)
+    halves = [
+        largest_rank_parameters(model, ParallelConfig(tensor_model_parallel_size=2), 128) for model in (biased, plain)
+    ]
+    assert halves[0] - halves[1] == 6 * (8 + 8 + 4 + 4) // 2
+
+
 def test_the_papers_model_has_the_published_size():
     paper = ModelConfig(
         num_layers=24,

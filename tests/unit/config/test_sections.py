@@ -56,7 +56,7 @@ FRACTIONS_BELOW_ONE = {
     "optimizer": "adam_beta1 adam_beta2 muon_momentum",
 }
 SWITCHES = {
-    "model": "qk_layernorm share_embeddings_and_output_weights attention_output_gate scaled_init",
+    "model": "qk_layernorm add_qkv_bias share_embeddings_and_output_weights attention_output_gate scaled_init",
     "parallel": "sequence_parallel overlap_grad_reduce",
     "memory": "deallocate_pipeline_outputs",
     "data": "mmap eod_mask_loss reset_attention_mask reset_position_ids",

@@ -57,6 +57,8 @@ def random_weights(config: PretrainConfig, vocab_size: int = 50, seed: int = 0) 
         weights[prefix + "pre_mlp_layernorm.weight"] = norm(width)
         weights[prefix + "mlp.linear_fc1.weight"] = matrix(2 * model.ffn_size, width)
         weights[prefix + "mlp.linear_fc2.weight"] = matrix(width, model.ffn_size)
+        if model.add_qkv_bias:
+            weights[prefix + "self_attention.linear_qkv.bias"] = matrix(rows) * 10
         if model.qk_layernorm:
             weights[prefix + "self_attention.q_layernorm.weight"] = norm(head)
             weights[prefix + "self_attention.k_layernorm.weight"] = norm(head)
@@ -133,7 +135,10 @@ class Reference:
         model, weights, hn = self.model, self.weights, self.model.head_size
         share = model.num_attention_heads // model.query_groups
         in_group = (2 * share if model.attention_output_gate else share) + 2
-        rows = weights[prefix + "linear_qkv.weight"].split(hn)  # one [hn, D] block a head
+        projection = weights[prefix + "linear_qkv.weight"]
+        bias = weights.get(prefix + "linear_qkv.bias", projection.new_zeros(len(projection)))
+        rows = torch.cat([projection, bias[:, None]], dim=1).split(hn)  # one [hn, D + 1] block a head
+        x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
         blocked = self.blocked(layer_number, len(x))
         heads: List[Tensor] = []
         for group in range(model.query_groups):

@@ -18,6 +18,7 @@ VARIANTS = {
     "concat": {"fusion": "concat"},
     "add, output gate, multiplier": {"fusion": "add", **GATED, "residual_multiplier": 0.6},
     "window": {"fusion": "gate", **WINDOWED},
+    "biases": {"fusion": "gate", "num_query_groups": 2, "add_qkv_bias": True},
     "all": {
         "fusion": "concat",
         **GATED,
@@ -25,6 +26,7 @@ VARIANTS = {
         "residual_multiplier": 1.4,
         "input_norm": "none",
         "scaled_init": False,
+        "add_qkv_bias": True,
     },
 }
 T, PROMPT = 15, 9

@@ -22,6 +22,8 @@ def test_output_gates_lie_between_queries_and_keys_of_their_group():
     rows = {letter: part[:, 0].tolist() for letter, part in split_qkv(torch.arange(24.0)[:, None], model).items()}
     assert rows["q"] == [0, 1, 2, 3, 12, 13, 14, 15] and rows["g"] == [4, 5, 6, 7, 16, 17, 18, 19]
     assert rows["k"] == [8, 9, 20, 21] and rows["v"] == [10, 11, 22, 23]
+    biases = {letter: part.tolist() for letter, part in split_qkv(torch.arange(24.0), model).items()}
+    assert biases == rows
 
 
 def test_gate_rows_come_first():
@@ -35,7 +37,7 @@ def test_gate_rows_come_first():
 
 def test_every_element_is_exported_once():
     untied = {"qk_layernorm": True, "num_query_groups": 2, "share_embeddings_and_output_weights": False}
-    gated = {"fusion": "concat", "num_query_groups": 2, "attention_output_gate": True}
+    gated = {"fusion": "concat", "num_query_groups": 2, "attention_output_gate": True, "add_qkv_bias": True}
     for fields in ({}, untied, gated, {"fusion": "add"}):
         config = tiny_config(**fields)
         weights = random_weights(config)

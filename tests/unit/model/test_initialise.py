@@ -28,7 +28,11 @@ MATRICES = {  # name: ((rows, columns), dimension that is split over tensor-para
     LAYER + "mlp.linear_fc2.weight": ((D, F), 1),
     LAYER + "replicated.weight": ((8, 12), None),
 }
-VECTORS = {LAYER + "input_layernorm.weight": D, "decoder.final_layernorm.weight": D}
+VECTORS = {
+    LAYER + "input_layernorm.weight": D,
+    LAYER + "self_attention.linear_qkv.bias": D,
+    "decoder.final_layernorm.weight": D,
+}
 
 
 def shard(shape, split, tensor_size, dtype=torch.float32):
@@ -88,9 +92,10 @@ def test_elements_cover_the_whole_matrix_once(name, tensor_size):
     assert torch.equal(found, torch.arange(shape[0] * shape[1]).view(shape))
 
 
-def test_vectors_are_one():
+def test_norm_weights_are_one_and_biases_zero():
     for rank in initialised(2, 12):
-        assert all(torch.equal(rank[name], torch.ones(D)) for name in VECTORS)
+        for name in VECTORS:
+            assert torch.equal(rank[name], torch.full((D,), 0.0 if name.endswith("bias") else 1.0))
 
 
 def test_names_and_seeds_have_values_of_their_own():

@@ -104,6 +104,7 @@ def test_the_run_folder_is_made_and_must_be_a_folder(tmp_path):
         ("model.input_norm", "none"),
         ("model.share_embeddings_and_output_weights", False),
         ("model.attention_output_gate", True),
+        ("model.add_qkv_bias", True),
         ("model.residual_multiplier", 0.5),
         ("feedback.fusion", "add"),
         ("feedback.input_scale", 0.5),
