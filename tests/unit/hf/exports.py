@@ -6,7 +6,8 @@ from typing import Dict
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.hf.export import export_model, hf_config
@@ -48,7 +49,9 @@ def export(folder: Path, weights: Dict[str, Tensor], config: PretrainConfig, **o
 
 
 def load(folder: Path):
-    """Load an export as a user does; nothing may be missing, unexpected or of another shape."""
-    model, report = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=True, output_loading_info=True)
+    """Load an export by its own code, as trust_remote_code does for a user without this package; every key fits."""
+    own_class = get_class_from_dynamic_module("modeling_fbt.FBTForCausalLM", str(folder))
+    own_class.register_for_auto_class("AutoModelForCausalLM")
+    model, report = own_class.from_pretrained(str(folder), output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     return model.eval()
