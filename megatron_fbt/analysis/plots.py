@@ -53,3 +53,16 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def output_folder(path: str) -> Path:
+    """Make the folder that results go to.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output {path}: no folder can be made there ({error.strerror})") from error
+    return Path(path)

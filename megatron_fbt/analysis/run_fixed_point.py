@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional
 
 from megatron_fbt.analysis.fixed_point import PassSeries, iterate
-from megatron_fbt.analysis.plots import COLORS, new_figure, require_matplotlib, save
+from megatron_fbt.analysis.plots import COLORS, new_figure, output_folder, require_matplotlib, save
 from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.analysis.rows import TokenRows, indexed_rows, text_rows
 from megatron_fbt.analysis.stability import assess, judged_norms
@@ -75,19 +75,6 @@ def measure(options: FixedPointOptions) -> Dict[str, Any]:
     replace_file(folder / "fixed_point.json", json.dumps(json_ready(report), indent=1) + "\n")
     draw(report, series, folder / "fixed_point.png")
     return report
-
-
-def output_folder(path: str) -> Path:
-    """Make the folder that results go to.
-
-    Raises:
-        ConfigError: It cannot be made.
-    """
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output {path}: no folder can be made there ({error.strerror})") from error
-    return Path(path)
 
 
 def _check(options: FixedPointOptions) -> None:

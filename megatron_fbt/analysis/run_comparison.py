@@ -1,0 +1,92 @@
+"""What tools/compare_runs.py does: runs, report, plot."""
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from megatron_fbt.analysis.compare import compare_runs, read_runs
+from megatron_fbt.analysis.curves import AXES, METRICS, Run
+from megatron_fbt.analysis.plots import COLORS, new_figure, output_folder, require_matplotlib, save
+from megatron_fbt.training.console import format_count
+from megatron_fbt.training.metrics import json_ready, replace_file
+
+STYLES = {"last_pass": "-", "pass_1": "--", "soft": ":", "training": "-"}
+"""Losses that are drawn, with their line styles."""
+EARLY = 0.3
+"""Share of a run whose losses may lie above the plot."""
+
+
+def compare(folders: Sequence[str], baseline: Optional[str] = None, output: Optional[str] = None) -> Dict[str, Any]:
+    """Compare runs; with an output folder also write compare_runs.json and compare_runs.png there.
+
+    Raises:
+        ConfigError: Fewer than two runs, or the plot cannot be drawn.
+        DataError: A folder has no usable metrics.
+    """
+    if output is not None:
+        require_matplotlib()
+    runs = read_runs(folders, baseline)
+    report = json_ready(compare_runs(runs))
+    if output is not None:
+        folder = output_folder(output)
+        replace_file(folder / "compare_runs.json", json.dumps(report, indent=1) + "\n")
+        draw(runs, report, folder / "compare_runs.png")
+    return report
+
+
+def draw(runs: Sequence[Run], report: Dict[str, Any], path: Path) -> None:
+    """Losses over tokens and over token-equivalents, side by side."""
+    metrics = _drawn(report)
+    figure, axes = new_figure(2, f"{' and '.join(run.name for run in runs[1:])} against {runs[0].name}")
+    for axis, panel in zip(AXES, axes, strict=True):
+        for color, run in zip(COLORS, runs):
+            for metric in metrics:
+                _draw_curve(panel, run, metric, axis, color)
+        _draw_need(panel, report, axis, metrics[0] if metrics else "")
+        panel.set(xlabel=AXES[axis], title=f"at equal {AXES[axis]}", ylim=_loss_range(runs, metrics))
+        panel.set_xlim(left=0)
+        panel.xaxis.set_major_formatter(lambda value, _: format_count(value))
+    axes[0].set_ylabel("loss (nats per token)")
+    axes[0].legend(fontsize=8)
+    save(figure, path)
+
+
+def _drawn(report: Dict[str, Any]) -> List[str]:
+    compared = [comparison["metric"] for comparison in report["comparisons"]]
+    return [metric for metric in STYLES if metric in compared]
+
+
+def _loss_range(runs: Sequence[Run], metrics: Sequence[str]) -> Tuple[Optional[float], Optional[float]]:
+    """Losses from the lowest one to the highest after EARLY of a run, so that its start does not flatten the rest."""
+    curves = [run.curves[metric] for run in runs for metric in metrics if metric in run.curves]
+    late = [curve.at("tokens", max(curve.x["tokens"][0], EARLY * curve.x["tokens"][-1])) for curve in curves]
+    if not curves:
+        return None, None
+    low = min(min(curve.y) for curve in curves)
+    last = max(curve.y[-1] for curve in curves)
+    high = max(min(late), last)
+    margin = 0.08 * (high - low) or 0.1
+    return low - 2 * margin, high + margin
+
+
+def _draw_curve(panel: Any, run: Run, metric: str, axis: str, color: str) -> None:
+    repeated = metric == "pass_1" and "last_pass" in run.curves and run.curves["pass_1"].y == run.curves["last_pass"].y
+    if metric in run.curves and not repeated:
+        curve = run.curves[metric]
+        marker = "" if metric == "training" else "o"
+        label = f"{run.name}: {METRICS[metric]}"
+        panel.plot(curve.x[axis], curve.y, STYLES[metric], color=color, marker=marker, markersize=3, label=label)
+
+
+def _draw_need(panel: Any, report: Dict[str, Any], axis: str, metric: str) -> None:
+    """A level line from where a run ends to where the baseline has the same loss."""
+    chosen = [c for c in report["comparisons"] if (c["axis"], c["metric"]) == (axis, metric)]
+    for color, found in zip(COLORS[1:], chosen):
+        if found["status"] != "reached":
+            continue
+        level, ends = found["final_loss"], (found["final_at"], found["baseline_needs"])
+        panel.plot(ends, (level, level), "-.", color=color, linewidth=1)
+        panel.plot(ends[1:], [level], "x", color=color)
+        place = sum(ends) / 2
+        text = f"needs {found['ratio']:.2f}x"
+        panel.annotate(text, (place, level), (0, -12), textcoords="offset points", ha="center", color=color)
