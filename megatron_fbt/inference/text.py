@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from megatron_fbt.errors import CheckpointError, ConfigError
-from megatron_fbt.hf.export import is_export
+from megatron_fbt.hf.folder import is_export
 from megatron_fbt.hf.generation_fbt import check_regime, check_sampling
 
 
@@ -88,8 +88,22 @@ def load_model(folder: Union[str, Path], device: Optional[str] = None) -> Tuple[
 
     Raises:
         ConfigError: No such device here.
-        CheckpointError: The folder holds no exported model, or a damaged one.
+        CheckpointError: The folder holds no exported model, a damaged one, or one without a tokenizer.
     """
+    model = load_network(folder, device)
+    if not (Path(folder) / "tokenizer_config.json").is_file():
+        raise CheckpointError(
+            f"model {folder}: has no tokenizer, as it was trained on rows of token ids; call its generate with ids"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True, local_files_only=True)
+    except Exception as error:  # transformers raises whatever comes up for damaged files
+        raise CheckpointError(f"model {folder}: cannot be loaded ({type(error).__name__}: {error})") from error
+    return model, tokenizer
+
+
+def load_network(folder: Union[str, Path], device: Optional[str] = None) -> Any:
+    """Load an exported model without its tokenizer, in evaluation mode; see load_model."""
     check_model_folder(folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -99,13 +113,12 @@ def load_model(folder: Union[str, Path], device: Optional[str] = None) -> Tuple[
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     number_format = {"dtype" if version >= (4, 56) else "torch_dtype": "auto"}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), trust_remote_code=True, local_files_only=True, **number_format
         )
     except Exception as error:  # transformers and safetensors raise whatever comes up for damaged files
         raise CheckpointError(f"model {folder}: cannot be loaded ({type(error).__name__}: {error})") from error
-    return model.to(device).eval(), tokenizer
+    return model.to(device).eval()
 
 
 def continue_text(
