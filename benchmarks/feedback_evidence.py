@@ -134,12 +134,9 @@ def execute(folder: Path, runs: Sequence[Run], size: Size, workers: int) -> List
         for number, done in enumerate(as_completed(submitted), start=1):
             run = submitted[done]
             results[run] = done.result()
-            print(
-                f"[{time.monotonic() - began:5.0f} s] {number}/{len(runs)} {run.experiment}, {run.name}, seed {run.seed}: "
-                f"{results[run]['train_seconds']:.0f} s of training, {results[run]['seconds']:.0f} s in all",
-                file=sys.stderr,
-                flush=True,
-            )
+            place, seconds = f"[{time.monotonic() - began:5.0f} s] {number}/{len(runs)}", results[run]["seconds"]
+            line = f"{place} {run.experiment}, {run.name}, seed {run.seed}: {seconds:.0f} s"
+            print(line, file=sys.stderr, flush=True)
     return [results[run] for run in runs]
 
 

@@ -32,20 +32,22 @@ def json_ready(value: Any) -> Any:
     raise TypeError(f"cannot write a {type(value).__name__} as JSON: {value!r}")
 
 
-def replace_file(path: Union[str, Path], text: str) -> None:
+def replace_file(path: Union[str, Path], text: str, durable: bool = True) -> None:
     """Write a file so that readers see the old content or the new one, never a part.
 
     Args:
         path: the file; its folder must exist.
         text: the whole new content.
+        durable: wait until it is on the disk, so that it survives a loss of power.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from megatron_fbt.training.metrics import json_ready, replace_file
 
 
 def write_status(path: Union[str, Path], **fields: Any) -> None:
-    """Replace the status file, atomically.
+    """Replace the status file, atomically; a step of a small model is shorter than waiting for the disk would be.
 
     Args:
         path: the file, usually <run.dir>/status.json; its folder is made.
@@ -23,4 +23,4 @@ def write_status(path: Union[str, Path], **fields: Any) -> None:
     status.setdefault("time", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(json_ready(status), indent=2, allow_nan=False) + "\n")
+    replace_file(path, json.dumps(json_ready(status), indent=2, allow_nan=False) + "\n", durable=False)

@@ -1,0 +1,111 @@
+"""The same weights decoded with and without feedback, beside a standard transformer: tools/task_accuracy.py."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List, Optional
+
+import torch
+
+from megatron_fbt.analysis.accuracy import Accuracy, accuracy_by_passes, generation_accuracy
+from megatron_fbt.analysis.plots import COLORS, new_figure, require_matplotlib, save
+from megatron_fbt.analysis.run_fixed_point import output_folder
+from megatron_fbt.analysis.tasks import TASKS, TaskRows
+from megatron_fbt.errors import ConfigError
+from megatron_fbt.inference.text import check_model_folder, load_network
+from megatron_fbt.training.metrics import replace_file
+
+PASSES = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass
+class TaskReportOptions:
+    """The command line; see tools/task_accuracy.py --help."""
+
+    model: str
+    baseline: Optional[str] = None
+    task: str = "cot5"
+    rows: int = 1000
+    length: int = 32
+    seed: int = 10_001
+    output: str = "."
+
+
+def measure(options: TaskReportOptions) -> Dict[str, Any]:
+    """Let the models write answers, write task_accuracy.json and task_accuracy.png, return the report.
+
+    Raises:
+        ConfigError: An option without a meaning, or matplotlib is missing.
+        CheckpointError: No exported model.
+    """
+    rows = make_rows(options.task, options.rows, options.length, options.seed)
+    require_matplotlib()
+    for model in (options.model, options.baseline):
+        if model is not None:
+            check_model_folder(model)
+    folder = output_folder(options.output)
+    feedback = load_network(options.model).float()
+    found = {
+        "FBT, SOFT": generation_accuracy(feedback, rows, "soft"),
+        "FBT, STANDARD": generation_accuracy(feedback, rows, "standard"),
+    }
+    if options.baseline is not None:
+        found["standard transformer"] = generation_accuracy(load_network(options.baseline).float(), rows, "standard")
+    by_passes = accuracy_by_passes(feedback, rows, [k for k in PASSES if k < options.length] + [options.length])
+    report = {
+        "task": options.task,
+        "rows": options.rows,
+        "length": options.length,
+        "generated": {name: asdict(accuracy) for name, accuracy in found.items()},
+        "given_answers": {str(k): asdict(accuracy) for k, accuracy in by_passes.items()},
+    }
+    replace_file(folder / "task_accuracy.json", json.dumps(report, indent=1) + "\n")
+    draw(options, found, by_passes, folder / "task_accuracy.png")
+    return report
+
+
+def make_rows(task: str, rows: int, length: int, seed: int) -> TaskRows:
+    """Rows of a task.
+
+    Raises:
+        ConfigError: There are none such.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"task={task}: there is no such task; give one of {', '.join(TASKS)}")
+    for name, value, low in (("rows", rows, 1), ("length", length, 2), ("seed", seed, 0)):
+        if value < low:
+            raise ConfigError(f"{name}={value}: must be at least {low}")
+    try:
+        return TASKS[task].rows(rows, length, torch.Generator().manual_seed(seed))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def draw(options: TaskReportOptions, found: Dict[str, Accuracy], by_passes: Dict[int, Accuracy], path: Any) -> None:
+    """Accuracy along the answer, whole answers, and accuracy by parallel passes."""
+    title = f"{options.task}: {options.rows:,} answers of {len(next(iter(found.values())).by_position)} tokens"
+    figure, (along, whole, passes) = new_figure(3, f"{title}, written freely after a plain prompt")
+    for color, (name, accuracy) in zip(COLORS, found.items()):
+        steps = range(1, len(accuracy.by_position) + 1)
+        along.plot(steps, accuracy.by_position, color=color, marker="o", markersize=4, label=name)
+    along.set(xlabel="token of the answer", ylabel="right tokens", ylim=(0.4, 1.02), title="token by token")
+    along.legend(loc="lower left")
+    bars = whole.bar(
+        list(found), [accuracy.whole for accuracy in found.values()], color=COLORS[: len(found)], width=0.6
+    )
+    whole.bar_label(bars, fmt="{:.1%}", padding=2)
+    whole.set(ylabel="answers without a mistake", ylim=(0, 1.08), title="whole answers")
+    shown = {k: accuracy.tokens for k, accuracy in by_passes.items()}
+    passes.plot(list(shown), list(shown.values()), color=COLORS[0], marker="o", markersize=4, label="FBT")
+    passes.set(xscale="log", xlabel="parallel passes over the true answer", ylabel="right tokens")
+    passes.set(title="by number of passes", ylim=(0.4, 1.02), xticks=list(shown), xticklabels=list(map(str, shown)))
+    passes.minorticks_off()
+    save(figure, path)
+
+
+def describe(report: Dict[str, Any]) -> str:
+    """A table for a person."""
+    width = max(map(len, report["generated"]))
+    lines: List[str] = [f"{'':<{width}}  right tokens  whole answers right"]
+    for name, accuracy in report["generated"].items():
+        lines.append(f"{name:<{width}}  {accuracy['tokens']:>12.1%}  {accuracy['whole']:>19.1%}")
+    return "\n".join(lines)
