@@ -38,17 +38,18 @@ class TensorReader:
 
     Args:
         folder: The checkpoint.
+        first_rows: Of the tensors of these names only so many rows exist for the caller; what follows is padding.
         without: Leave out the tensors whose names begin with this.
 
     Attributes:
-        shapes: Shape of every tensor as stored, by name.
+        shapes: Shape of every tensor, by name.
         dtypes: Number format of every tensor.
 
     Raises:
         CheckpointError: A file is missing or damaged.
     """
 
-    def __init__(self, folder: Path, without: str = "optimizer."):
+    def __init__(self, folder: Path, first_rows: Optional[Dict[str, int]] = None, without: str = "optimizer."):
         index = check_files(folder)
         self.folder = folder
         self.shapes: Dict[str, Tuple[int, ...]] = {}
@@ -58,7 +59,9 @@ class TensorReader:
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata) or name.startswith(without):
                 continue
-            self.shapes[name], self.dtypes[name] = tuple(entry.size), entry.properties.dtype
+            rows = (first_rows or {}).get(name, entry.size[0])
+            self.shapes[name] = (min(rows, entry.size[0]), *entry.size[1:])
+            self.dtypes[name] = entry.properties.dtype
             self._chunks[name] = []
             for chunk in entry.chunks:
                 place = index.storage_data[MetadataIndex(name, chunk.offsets)]

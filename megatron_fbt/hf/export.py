@@ -1,31 +1,41 @@
 """Write a trained model as a folder that transformers loads by itself."""
 
 import json
-import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
+from megatron_fbt import __version__
 from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.errors import CheckpointError, ConfigError
+from megatron_fbt.core.tensor_reader import HeldTensors, TensorReader
+from megatron_fbt.errors import CheckpointError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
+from megatron_fbt.hf.folder import REPORT_FILE, check_output, move_into_place, partial_folder
 from megatron_fbt.hf.model_card import model_card
-from megatron_fbt.hf.weights import to_hf_weights
+from megatron_fbt.hf.stock import stock_config, stock_notes, stock_tensors
+from megatron_fbt.hf.stream import plan_shards, total_parameters, write_weights
+from megatron_fbt.hf.weights import EMBEDDING, RowMap, check_shapes, hf_tensors
+from megatron_fbt.training.run_folder import TrainerState
 
 CODE_FILES = ("configuration_fbt.py", "generation_fbt.py", "layers_fbt.py", "modeling_fbt.py")
 AUTO_MAP = {"AutoConfig": "configuration_fbt.FBTConfig", "AutoModelForCausalLM": "modeling_fbt.FBTForCausalLM"}
 
 
 def hf_config(config: PretrainConfig, vocab_size: int, eod: Optional[int], dtype: torch.dtype) -> FBTConfig:
-    """The configuration of the exported model; vocab_size counts the unpadded embedding's rows, eod None = no such token."""
+    """The configuration of the exported model.
+
+    Args:
+        config: The run's configuration.
+        vocab_size: Rows of the unpadded embedding.
+        eod: Id of the token that ends a document; None = there is none.
+        dtype: Number format of the weights.
+    """
     model, feedback = config.model, config.feedback
     return FBTConfig(
         vocab_size=vocab_size,
@@ -63,122 +73,133 @@ def hf_config(config: PretrainConfig, vocab_size: int, eod: Optional[int], dtype
     )
 
 
+@dataclass
+class ExportOptions:
+    """What an export is like.
+
+    Attributes:
+        dtype: Number format of every exported tensor.
+        format: "fbt": this package's own code in the folder; "llama": plain mode as a class of transformers itself.
+        max_shard_size: Larger models are written in several files and an index.
+        force: Replace an earlier export in the output folder.
+        verify: Called with the unfinished folder and its configuration; its report goes into the export.
+        state: Counters of the run, for the model card.
+    """
+
+    dtype: torch.dtype
+    format: str = "fbt"
+    max_shard_size: str = "5GB"
+    force: bool = False
+    verify: Optional[Callable[[Path, PretrainedConfig], Dict[str, Any]]] = None
+    state: Optional[TrainerState] = None
+
+
+@dataclass
+class Form:
+    """What goes into a folder.
+
+    Attributes:
+        config: Configuration of the exported model.
+        written: Fields that config.json holds whatever a release's defaults are.
+        row_maps: Its tensors.
+        code: Files of this package beside them.
+        notes: What a user must know of the form.
+    """
+
+    config: PretrainedConfig
+    written: Dict[str, Any]
+    row_maps: List[RowMap]
+    code: Tuple[str, ...]
+    notes: List[str] = field(default_factory=list)
+
+
+def choose_form(config: PretrainConfig, vocab_size: int, eod: Optional[int], options: ExportOptions) -> Form:
+    """Configuration and tensors of a format.
+
+    Raises:
+        ConfigError: format llama, and no stock class computes this architecture.
+    """
+    if options.format == "fbt":
+        exported = hf_config(config, vocab_size, eod, options.dtype)
+        return Form(exported, {"rope_theta": exported.rope_theta}, list(hf_tensors(config, vocab_size)), CODE_FILES)
+    shared = {"eos_token_id": eod, "pad_token_id": None, "torch_dtype": str(options.dtype).removeprefix("torch.")}
+    exported, written = stock_config(config, vocab_size, shared)
+    written.pop("torch_dtype")  # releases spell it differently; what save_pretrained writes both read
+    return Form(exported, written, stock_tensors(config, vocab_size), (), stock_notes(config, options.dtype))
+
+
 def export_model(
-    weights: Mapping[str, Tensor],
+    weights: Union[Mapping[str, Tensor], TensorReader],
     config: PretrainConfig,
     tokenizer: Any,
     output: Union[str, Path],
-    dtype: torch.dtype,
-    force: bool = False,
-    max_shard_size: str = "5GB",
+    options: ExportOptions,
 ) -> Dict[str, Any]:
     """Write weights, configuration, tokenizer, model code and a model card; the folder appears whole or not at all.
 
     Args:
-        weights: Canonical weights, full and without vocabulary padding.
+        weights: Canonical weights, full and without vocabulary padding: in memory, or read as they are written.
         config: The run's configuration.
         tokenizer: The run's tokenizer (`vocab_size`, `eod`, `save_for_huggingface`).
         output: Folder to make.
-        dtype: Number format of every exported tensor.
-        force: Replace an earlier export in `output`.
-        max_shard_size: Larger models are written in several files and an index.
+        options: What the export is like.
 
     Returns:
-        Report: output, dtype, vocab_size, parameters, bytes, files.
+        Report: output, format, architecture, dtype, vocab_size, parameters, notes, verification, bytes, files.
 
     Raises:
-        ConfigError: `output` is in use.
-        CheckpointError: The weights do not fit the configuration or the tokenizer, or cannot be written.
+        ConfigError: `output` is in use, or the format cannot have the model.
+        CheckpointError: The weights do not fit the configuration or the tokenizer, or cannot be read or written.
     """
-    output, dtype_name = Path(output).absolute(), str(dtype).removeprefix("torch.")
-    check_output(output, force)
-    tensors = {
-        name: weight.to("cpu", dtype).contiguous().clone() for name, weight in to_hf_weights(weights, config).items()
-    }
-    vocab_size = tensors["model.embed_tokens.weight"].shape[0]
+    output = Path(output).absolute()
+    check_output(output, options.force)
+    source = HeldTensors(dict(weights)) if isinstance(weights, Mapping) else weights
+    vocab_size = source.shapes.get(EMBEDDING, (0,))[0]
+    check_shapes(source.shapes, config, vocab_size)
     if vocab_size != (config.model.vocab_size or tokenizer.vocab_size) or vocab_size < tokenizer.vocab_size:
         raise CheckpointError(
             f"the embedding has {vocab_size} rows, model.vocab_size is {config.model.vocab_size}, "
             f"the tokenizer has {tokenizer.vocab_size} entries: use the tokenizer that the model was trained with"
         )
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    form = choose_form(config, vocab_size, tokenizer.eod if tokenizer.eod >= 0 else None, options)
+    plan = plan_shards(form.row_maps, options.dtype, options.max_shard_size)
+    report = {
+        "made_by": f"megatron_fbt {__version__}",
+        "format": options.format,
+        "architecture": form.config.architectures[0],
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "vocab_size": vocab_size,
+        "parameters": total_parameters(form.row_maps),
+        "notes": form.notes,
+        "verification": None,
+    }
     try:
-        partial.mkdir(parents=True)
-        save_weights(tensors, partial, max_shard_size)
-        eod = tokenizer.eod if tokenizer.eod >= 0 else None
-        exported = hf_config(config, vocab_size, eod, dtype)
-        exported.save_pretrained(partial)
-        generation = GenerationConfig(eos_token_id=eod, pad_token_id=eod)
-        generation.save_pretrained(partial)
-        tokenizer.save_for_huggingface(partial)
-        for name in CODE_FILES:
-            shutil.copyfile(Path(__file__).with_name(name), partial / name)
-        parameters = sum(tensor.numel() for tensor in tensors.values())
-        for path in partial.glob("*.safetensors"):  # safetensors makes files that only their owner may read
-            shutil.copymode(partial / "config.json", path)
-        (partial / "README.md").write_text(model_card(exported, parameters, dtype_name), encoding="utf-8")
-        move_into_place(partial, output)
-    except (OSError, SafetensorError) as error:
+        with partial_folder(output) as partial:
+            write_weights(source, plan, options.dtype, partial)
+            tokenizer.save_for_huggingface(partial)
+            if options.verify is not None:
+                report["verification"] = options.verify(partial, form.config)
+            _write_texts(partial, form, config, options, report)
+            move_into_place(partial, output)
+    except OSError as error:
         remedy = "Free space, or choose another folder."
         raise CheckpointError(f"output {output}: the export cannot be written ({error}). {remedy}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     files = sorted(path.name for path in output.iterdir())
-    return {
-        "output": str(output),
-        "dtype": dtype_name,
-        "vocab_size": vocab_size,
-        "parameters": parameters,
-        "bytes": sum((output / name).stat().st_size for name in files),
-        "files": files,
-    }
+    size = sum((output / name).stat().st_size for name in files)
+    return {"output": str(output), **report, "bytes": size, "files": files}
 
 
-def check_output(output: Path, force: bool) -> None:
-    """Refuse an output that is in use; with `force`, only another export may be replaced.
-
-    Raises:
-        ConfigError: The folder may not be written.
-    """
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not force:
-        raise ConfigError(f"output {output}: exists and is not empty. Choose another folder, or add --force.")
-    if not is_export(output):
-        raise ConfigError(f"output {output}: is not an exported model, so --force does not replace it.")
-
-
-def is_export(folder: Path) -> bool:
-    """Whether a folder holds an exported model of this kind."""
-    try:
-        return (
-            json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") == FBTConfig.model_type
-        )
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def save_weights(tensors: Dict[str, Tensor], folder: Path, max_shard_size: str) -> None:
-    """Write model.safetensors, or its parts and model.safetensors.index.json where it is larger than max_shard_size."""
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
-    for filename, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, str(folder / filename), metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-def move_into_place(partial: Path, output: Path) -> None:
-    """Rename the finished folder; an earlier export goes only once the new one stands in its place."""
-    old = output.with_name(f".{output.name}.old-{os.getpid()}")
-    replaced = output.exists()
-    if replaced:
-        os.replace(output, old)
-    try:
-        os.replace(partial, output)
-    except OSError:
-        if replaced:
-            os.replace(old, output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+def _write_texts(
+    folder: Path, form: Form, config: PretrainConfig, options: ExportOptions, report: Dict[str, Any]
+) -> None:
+    """Everything beside weights and tokenizer; config.json last: without it nothing loads the folder."""
+    eod = form.config.eos_token_id
+    GenerationConfig(eos_token_id=eod, pad_token_id=eod).save_pretrained(folder)
+    for name in form.code:
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+    (folder / "README.md").write_text(model_card(form.config, config, options.state, report), encoding="utf-8")
+    (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    form.config.save_pretrained(folder)
+    path = folder / "config.json"
+    complete = {**json.loads(path.read_text(encoding="utf-8")), **form.written}
+    path.write_text(json.dumps(complete, indent=2, sort_keys=True) + "\n", encoding="utf-8")

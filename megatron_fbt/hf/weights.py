@@ -71,7 +71,7 @@ def to_hf_weights(weights: Mapping[str, Tensor], config: PretrainConfig) -> Dict
 
 
 def check_shapes(found: Mapping[str, Tuple[int, ...]], config: PretrainConfig, vocab_size: int) -> None:
-    """See that these are the weights of the configuration; tables of the vocabulary may have more rows (padding).
+    """See that these are the weights of the configuration.
 
     Raises:
         CheckpointError: A weight is missing, unknown or of another shape than the configuration says.
@@ -84,8 +84,7 @@ def check_shapes(found: Mapping[str, Tuple[int, ...]], config: PretrainConfig, v
             f"weights do not match the configuration: missing {_some(missing)}; not expected {_some(unknown)}. {remedy}"
         )
     for name, shape in expected.items():
-        padded = name in VOCABULARY_TABLES and found[name][1:] == shape[1:] and found[name][0] >= shape[0]
-        if found[name] != shape and not padded:
+        if found[name] != shape:
             raise CheckpointError(f"{name}: shape {found[name]}, the configuration says {shape}. {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""tools/convert_to_hf.py on checkpoint folders; the weights themselves are handed over in memory."""
+"""tools/convert_to_hf.py on checkpoint folders."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from megatron_fbt.config.load import dump_yaml
+from tests.unit.hf.checkpoints import write_checkpoint
 from tests.unit.hf.exports import LetterTokenizer, load
 from tests.unit.hf.reference import Reference, random_weights, tiny_config
 
@@ -25,7 +26,7 @@ def tool(repository):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """A run folder with two checkpoints; that of step n has the random weights of seed n."""
     run = tmp_path / "run"
     LetterTokenizer().save_for_huggingface(tmp_path / "tokenizer")
@@ -34,14 +35,9 @@ def run(tmp_path, monkeypatch):
     config.data.tokenizer.path = str(tmp_path / "tokenizer")
     for step in (10, 20):
         folder = run / "checkpoints" / f"step_{step:08d}"
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(dump_yaml(config))
+        write_checkpoint(folder, random_weights(config, seed=step), config)
     (run / "config.yaml").write_text(dump_yaml(config))
     (run / "checkpoints" / "latest").write_text("step_00000010\n")
-    monkeypatch.setattr(
-        "megatron_fbt.hf.convert.read_weights",
-        lambda folder: random_weights(config, seed=int(folder.name.removeprefix("step_"))),
-    )
     return run
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.hf.export import export_model, hf_config
+from megatron_fbt.hf.export import ExportOptions, export_model, hf_config
 from megatron_fbt.hf.modeling_fbt import FBTForCausalLM
 from megatron_fbt.hf.weights import to_hf_weights
 
@@ -44,7 +44,7 @@ def make_model(weights: Dict[str, Tensor], config: PretrainConfig) -> FBTForCaus
 def export(folder: Path, weights: Dict[str, Tensor], config: PretrainConfig, **options) -> Path:
     """Export canonical weights with a tokenizer that has as many entries as they have rows."""
     tokenizer = LetterTokenizer(weights["embedding.word_embeddings.weight"].shape[0])
-    export_model(weights, config, tokenizer, folder, options.pop("dtype", torch.float32), **options)
+    export_model(weights, config, tokenizer, folder, ExportOptions(options.pop("dtype", torch.float32), **options))
     return folder
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from megatron_fbt.config.feedback import PassPhase
 from megatron_fbt.errors import CheckpointError, ConfigError
-from megatron_fbt.hf.export import export_model
+from megatron_fbt.hf.export import ExportOptions, export_model
 from megatron_fbt.hf.weights import to_hf_weights
 from tests.unit.hf.exports import LetterTokenizer, export, load
 from tests.unit.hf.reference import Reference, random_weights, tiny_config
@@ -144,7 +144,9 @@ def test_every_tensor_has_the_exported_dtype(tmp_path, dtype):
 
 def test_files_and_end_token(tmp_path):
     config = tiny_config()
-    report = export_model(random_weights(config), config, LetterTokenizer(50), tmp_path / "model", torch.float32)
+    report = export_model(
+        random_weights(config), config, LetterTokenizer(50), tmp_path / "model", ExportOptions(torch.float32)
+    )
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json"} <= names
     assert {"configuration_fbt.py", "layers_fbt.py", "modeling_fbt.py", "generation_fbt.py"} <= names
@@ -202,7 +204,7 @@ def test_a_failed_export_leaves_nothing(tmp_path):
     config = tiny_config()
     weights = random_weights(config)
     with pytest.raises(CheckpointError, match="disk full"):
-        export_model(weights, config, Broken(), tmp_path / "model", torch.float32)
+        export_model(weights, config, Broken(), tmp_path / "model", ExportOptions(torch.float32))
     assert not list(tmp_path.iterdir())
 
 
@@ -210,12 +212,14 @@ def test_a_failed_export_leaves_nothing(tmp_path):
 def test_another_vocabulary_is_refused(tmp_path, entries, configured):
     config = tiny_config(vocab_size=configured)
     with pytest.raises(CheckpointError, match=f"50 rows.*{entries} entries"):
-        export_model(random_weights(config), config, LetterTokenizer(entries), tmp_path / "model", torch.float32)
+        export_model(
+            random_weights(config), config, LetterTokenizer(entries), tmp_path / "model", ExportOptions(torch.float32)
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_vocabulary_larger_than_the_tokenizer_is_kept(tmp_path):
     config = tiny_config(vocab_size=50)
-    export_model(random_weights(config), config, LetterTokenizer(40), tmp_path / "model", torch.float32)
+    export_model(random_weights(config), config, LetterTokenizer(40), tmp_path / "model", ExportOptions(torch.float32))
     model = load(tmp_path / "model")
     assert model.config.vocab_size == model.lm_head.weight.shape[0] == 50 and model.config.eos_token_id == 39

@@ -1,0 +1,107 @@
+"""Folders that appear whole or not at all.
+
+An export is written beside its place, as .NAME.partial-HOST-PID, and renamed when it is complete; config.json comes
+last, so that no earlier state of the folder can be loaded.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Iterator
+
+from megatron_fbt.errors import ConfigError
+from megatron_fbt.hf.configuration_fbt import FBTConfig
+
+REPORT_FILE = "fbt_export.json"
+"""Says that a folder is an export, and what was exported."""
+
+
+def check_output(output: Path, force: bool) -> None:
+    """Refuse an output that is in use; with `force`, only another export may be replaced.
+
+    Raises:
+        ConfigError: The folder may not be written.
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not force:
+        raise ConfigError(f"output {output}: exists and is not empty. Choose another folder, or add --force.")
+    if not (is_export(output) or (output / REPORT_FILE).is_file()):
+        raise ConfigError(f"output {output}: is not an exported model, so --force does not replace it.")
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds an exported model with this package's own code."""
+    try:
+        return (
+            json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") == FBTConfig.model_type
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+@contextlib.contextmanager
+def partial_folder(output: Path) -> Iterator[Path]:
+    """A new folder beside `output`; removed at the end unless it has been moved.
+
+    What interrupted exports to the same place have left behind is removed first.
+    """
+    _sweep(output)
+    partial = output.with_name(f".{output.name}.partial-{_owner()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def move_into_place(partial: Path, output: Path) -> None:
+    """Rename the finished folder; an earlier export goes only once the new one stands in its place."""
+    old = output.with_name(f".{output.name}.old-{_owner()}")
+    replaced = output.exists()
+    if replaced:
+        os.replace(output, old)
+    try:
+        os.replace(partial, output)
+    except OSError:
+        if replaced:
+            os.replace(old, output)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _owner() -> str:
+    """This process, as part of a folder's name."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _sweep(output: Path) -> None:
+    """Remove the folders of processes of this host that have ended; an export that one had set aside comes back."""
+    for kind in ("old", "partial"):
+        prefix = f".{output.name}.{kind}-{socket.gethostname()}-"
+        for leftover in sorted(output.parent.glob(f"{_escaped(prefix)}*")) if output.parent.is_dir() else []:
+            number = leftover.name.removeprefix(prefix)
+            if not number.isdigit() or _runs(int(number)):
+                continue
+            if kind == "old" and not output.exists():
+                os.replace(leftover, output)
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _escaped(name: str) -> str:
+    """A name as glob takes it literally."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
