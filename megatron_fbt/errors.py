@@ -25,6 +25,10 @@ class CheckpointError(FBTError):
     exit_code = 4
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete or is not what was written; an earlier one may do."""
+
+
 class BadNumbersError(FBTError):
     """Too many steps in a row had a non-finite loss or gradient."""
 

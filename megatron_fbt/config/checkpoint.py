@@ -14,6 +14,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; null = only at the end and when stopped."""
     keep_last: Optional[int] = None
     """Number of newest checkpoints kept; null = all."""
+    verify_on_load: bool = True
+    """Compare the hashes of all files that are read, whole files; sizes are compared in any case."""
     init_from: Optional[str] = None
     """Checkpoint whose weights a new run starts from: a step_... folder, or a run folder for its newest one. Steps,
     optimizer and data begin anew. A run that has a checkpoint of its own resumes from that."""

@@ -1,76 +1,89 @@
-"""Writing and reading Megatron-Core's distributed checkpoint format."""
+"""Reading Megatron-Core's distributed checkpoint format; what is read is checked first, and none of it is executed."""
 
 import contextlib
 import json
-import os
 from pathlib import Path
-from typing import Callable, Dict, Iterator
+from typing import Any, Dict, Iterator, Optional
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megatron_fbt.errors import CheckpointError
-
-INDEX = ".metadata"
-"""File with the place of every tensor."""
-COMMON_FILE = "common.pt"
-"""State that is no tensor; there is none."""
-SMALL_FILES: Dict[str, Callable[[Path], object]] = {
-    "metadata.json": lambda path: json.loads(path.read_text()),
-    COMMON_FILE: lambda path: torch.load(path, map_location="cpu", weights_only=False),
-}
-"""What Megatron-Core writes beside the tensors."""
+from megatron_fbt.core.checkpoint_write import COMMON_FILE, FORMAT_FILE
+from megatron_fbt.core.manifest import check_content, check_size, check_sizes, read_manifest
+from megatron_fbt.core.safe_index import INDEX, read_index
+from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """The `torch_dist` format, written by each rank's own process.
+class CheckedReader(torch_checkpoint.FileSystemReader):
+    """PyTorch's reader of a checkpoint, with an index that executes nothing, and files that are what was written.
 
-    Megatron-Core's own writer forks; a forked copy of a process that runs gloo's threads never ends.
-    """
-
-    def save(self, sharded_state_dict, checkpoint_dir) -> None:
-        """Write this rank's part of the tensors and, on rank 0, the index of all."""
-        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(str(checkpoint_dir), single_file_per_rank=True),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
-        common = Path(checkpoint_dir) / COMMON_FILE
-        if dist.get_rank() == 0 and not common.exists():  # later releases keep it in the index; earlier ones need it
-            torch.save({}, common)
-
-
-def save_tensors(sharded: dict, folder: Path) -> None:
-    """Write sharded tensors; collective. The folder must exist and be empty.
+    Args:
+        folder: the checkpoint.
+        verify: see that each file that is read has the manifest's hash, before anything of it is used; without it, only
+            that it has its size.
 
     Raises:
-        CheckpointError: on every rank that takes part in what failed.
+        DamagedCheckpointError: a file is missing or not what was written.
     """
-    with _as_checkpoint_error(f"cannot write the checkpoint {folder}", "free space or mend the disk, and resume"):
-        dist_checkpointing.save(sharded, str(folder), sharded_strategy=InProcessSave("torch_dist", 1))
+
+    def __init__(self, folder: Path, verify: bool = True):
+        super().__init__(str(folder))
+        self.folder, self.verify = Path(folder), verify
+        self.manifest = read_manifest(self.folder)
+        self._index: Optional[Metadata] = None
+        self._intact: set = set()
+
+    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+        """The index."""
+        if self._index is None:
+            self._check(INDEX)
+            self._index = read_index(self.folder)
+            self._index.storage_meta = self._index.storage_meta or StorageMeta()
+            self._index.storage_meta.load_id = self.load_id
+        return self._index
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Read what a plan asks for, after the check of its files."""
+        names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        for name in sorted(names - self._intact):
+            self._check(name)
+        return super().read_data(plan, planner)
+
+    def _check(self, name: str) -> None:
+        (check_content if self.verify else check_size)(self.folder, name, self.manifest)
+        self._intact.add(name)
 
 
-def load_tensors(sharded: dict, folder: Path) -> dict:
+def load_tensors(sharded: dict, folder: Path, verify: bool = True) -> dict:
     """Read sharded tensors in this run's layout, whatever layout wrote them; collective.
 
+    Args:
+        sharded: Megatron-Core's description of this rank's tensors.
+        folder: the checkpoint.
+        verify: compare hashes of the files that this rank reads.
+
     Raises:
-        CheckpointError: a file is damaged, or the tensors are not those of this model.
+        DamagedCheckpointError: a file is damaged, or the tensors are not those of this model.
     """
+
     with _as_checkpoint_error(f"cannot read the checkpoint {folder}", "resume from an older checkpoint"):
-        return dist_checkpointing.load(sharded, str(folder))
+        with _checked_readers(verify):
+            return dist_checkpointing.load(sharded, str(folder))
+
+
+@contextlib.contextmanager
+def _checked_readers(verify: bool) -> Iterator[None]:
+    """Have Megatron-Core read through a CheckedReader."""
+    plain = torch_strategies._get_filesystem_reader
+    torch_strategies._get_filesystem_reader = lambda folder, *_, **__: CheckedReader(Path(folder), verify)
+    try:
+        yield
+    finally:
+        torch_strategies._get_filesystem_reader = plain
 
 
 def read_tensors(folder: Path, prefix: str = "", without: str = "") -> Dict[str, torch.Tensor]:
@@ -82,45 +95,43 @@ def read_tensors(folder: Path, prefix: str = "", without: str = "") -> Dict[str,
         without: and do not begin with this ("" = no restriction).
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        DamagedCheckpointError: a file is missing or damaged.
     """
-    index = check_files(folder)
+    check_files(folder)
+    reader = CheckedReader(folder)
     entries = {
         name: entry
-        for name, entry in index.state_dict_metadata.items()
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
     }
     names = [name for name in entries if not (without and name.startswith(without))]
     tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
     with _as_checkpoint_error(f"cannot read the checkpoint {folder}", "use an older checkpoint"):
-        torch_checkpoint.load(tensors, storage_reader=torch_checkpoint.FileSystemReader(str(folder)), no_dist=True)
+        torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
-def check_files(folder: Path) -> Metadata:
-    """See that every file of a checkpoint is there, and as long as the index says.
+def check_files(folder: Path, verify: bool = True) -> Metadata:
+    """See that every file of a checkpoint is there in its size, and that the small ones can be read.
+
+    Args:
+        folder: the checkpoint.
+        verify: compare the hashes of the small files, too.
 
     Returns:
         The index.
 
     Raises:
-        CheckpointError: naming the file that is missing or too short.
+        DamagedCheckpointError: naming the file.
     """
-    for name, read in SMALL_FILES.items():
-        with _as_checkpoint_error(f"{folder / name} cannot be read", "resume from an older checkpoint"):
-            read(folder / name)
-    path = folder / INDEX
-    with _as_checkpoint_error(f"{path} cannot be read", "resume from an older checkpoint"):
-        index = torch_checkpoint.FileSystemReader(str(folder)).read_metadata()
-        ends: Dict[str, int] = {}
-        for place in index.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    for name, wanted in sorted(ends.items()):
-        found = os.path.getsize(folder / name) if (folder / name).is_file() else None
-        if found is None or found < wanted:
-            state = "is missing" if found is None else f"has {found:,} bytes instead of {wanted:,}"
-            raise CheckpointError(f"{folder / name} {state}: the checkpoint is damaged; resume from an older one")
-    return index
+    manifest = check_sizes(folder)
+    for name in (INDEX, COMMON_FILE, FORMAT_FILE):
+        (check_content if verify else check_size)(folder, name, manifest)
+    with _as_checkpoint_error(f"{folder / FORMAT_FILE} cannot be read", "resume from an older checkpoint"):
+        json.loads((folder / FORMAT_FILE).read_text())
+    with _as_checkpoint_error(f"{folder / COMMON_FILE} cannot be read", "resume from an older checkpoint"):
+        torch.load(folder / COMMON_FILE, map_location="cpu", weights_only=True)
+    return read_index(folder)
 
 
 @contextlib.contextmanager
@@ -131,11 +142,19 @@ def _as_checkpoint_error(what: str, remedy: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{what}: {_reason(error)}; {remedy}") from error
+        error = _cause(error)
+        if isinstance(error, CheckpointError):
+            raise error from None
+        raise DamagedCheckpointError(f"{what}: {_reason(error)}; {remedy}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Of several ranks' failures the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

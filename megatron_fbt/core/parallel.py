@@ -32,6 +32,8 @@ class Layout:
     batch_group: Optional[dist.ProcessGroup]
     """The tensor-parallel ranks over gloo: batches travel between CPUs and no rank waits for its GPU. None if alone."""
     data_group: dist.ProcessGroup
+    cpu_group: Optional[dist.ProcessGroup] = None
+    """All ranks over gloo, for agreements that need no GPU; None where the default group is that."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -105,6 +107,7 @@ def _current_layout(sequence_parallel: bool, timeout: datetime.timedelta) -> Lay
         device=current_device(),
         batch_group=_batch_group(timeout),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        cpu_group=dist.new_group(timeout=timeout, backend="gloo") if on_gpu() else None,
     )
 
 

@@ -3,38 +3,48 @@
     <run.dir>/checkpoints/step_00000100/    weights and optimizer state, config.yaml, trainer_state.json
     <run.dir>/checkpoints/latest            name of the newest complete checkpoint
 
-A checkpoint is written under a temporary name and renamed when all of it is there; then `latest` is replaced.
+Each rank writes its own file and hashes it on the way; rank 0 gathers the hashes and makes the checkpoint visible.
 """
 
-import dataclasses
-import json
-import shutil
+import copy
+from importlib import metadata
 from pathlib import Path
-from typing import Dict, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megatron_fbt.core.checkpoint_io import check_files, load_tensors, read_tensors, save_tensors
+from megatron_fbt import __version__
+from megatron_fbt.config.checkpoint import CheckpointConfig
+from megatron_fbt.core.checkpoint_io import check_files, load_tensors, read_tensors
+from megatron_fbt.core.checkpoint_write import PlannedSave, Written, plan_save
 from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import MASTER, read_state, set_group_steps, state_kinds, write_state
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.errors import CheckpointError
-from megatron_fbt.training.failure import on_first_rank
-from megatron_fbt.training.metrics import replace_file
+from megatron_fbt.training.checkpoint_folder import CheckpointFolder
+from megatron_fbt.training.failure import on_all_ranks, on_first_rank
 from megatron_fbt.training.optimizer import Optimizer
-from megatron_fbt.training.run_folder import (
-    CONFIG_FILE,
-    STATE_FILE,
-    TRACKER,
-    TrainerState,
-    read_trainer_state,
-    step_folder,
-    written_config,
-)
+from megatron_fbt.training.run_folder import TrainerState, read_trainer_state, written_config
 
 VOCABULARY_WEIGHTS = {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+class PendingSave:
+    """A checkpoint of which this rank writes its part, in a thread if training is to go on meanwhile."""
+
+    def __init__(self, planned: PlannedSave, state: TrainerState, config_yaml: str, facts: Dict[str, Any]):
+        self.planned, self.state, self.config_yaml, self.facts = planned, state, config_yaml, facts
+
+    def result(self) -> Written:
+        """Wait for this rank's part.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self.planned.write()
 
 
 class Checkpointer:
@@ -42,12 +52,14 @@ class Checkpointer:
 
     Args:
         folder: <run.dir>/checkpoints.
-        keep_last: newest checkpoints kept; None = all.
+        config: the checkpoint section; None = its defaults.
         layout: this process's place.
     """
 
-    def __init__(self, folder: Path, keep_last: Optional[int], layout: Layout):
-        self.folder, self.keep_last, self.layout = folder, keep_last, layout
+    def __init__(self, folder: Path, config: Optional[CheckpointConfig], layout: Layout):
+        self.config, self.layout, self.group = config or CheckpointConfig(), layout, layout.cpu_group
+        self.folder = CheckpointFolder(folder, self.config)
+        self._pending: Optional[PendingSave] = None
 
     def save(self, stage: FBTStage, optimizer: Optimizer, state: TrainerState, config_yaml: str) -> Path:
         """Write the checkpoint of state.step and return its folder.
@@ -55,52 +67,61 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written; the previous one is untouched.
         """
-        final = self.folder / step_folder(state.step)
-        temporary = self.folder / f".{final.name}.tmp"
+        self._begin(stage, optimizer, state, config_yaml)
+        return self._finish()
+
+    def _begin(self, stage: FBTStage, optimizer: Optimizer, state: TrainerState, config_yaml: str) -> None:
         content = {**_model_state(stage, self.layout), **_optimizer_state(stage, optimizer, self.layout)}
-        on_first_rank(lambda: self._make_room(temporary))
-        save_tensors(content, temporary)
-        on_first_rank(lambda: self._publish(temporary, final, state, config_yaml))
-        return final
+        on_first_rank(lambda: self.folder.make_room(state.step), self.group)
+        planned = plan_save(content, self.folder.temporary(state.step), self.group)
+        self._pending = PendingSave(planned, copy.deepcopy(state), config_yaml, self._facts())
 
-    def _make_room(self, temporary: Path) -> None:
-        """An empty folder; what interrupted saves left behind goes."""
+    def _finish(self) -> Path:
+        pending, self._pending = self._pending, None
+        step = pending.state.step
         try:
-            self._sweep()
-            temporary.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot write the checkpoint {temporary}: {error}") from error
+            parts = on_all_ranks(pending.result, self.group)
+            on_first_rank(lambda: self._publish(pending, parts), self.group)
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                self.folder.give_up(step)
+            raise
+        return self.folder.final(step)
 
-    def _sweep(self) -> None:
-        for leftover in self.folder.glob(".step_*.tmp"):
-            shutil.rmtree(leftover)
-
-    def _publish(self, temporary: Path, final: Path, state: TrainerState, config_yaml: str) -> None:
+    def _publish(self, pending: PendingSave, parts: List[Written]) -> None:
         try:
-            replace_file(temporary / CONFIG_FILE, config_yaml)
-            replace_file(temporary / STATE_FILE, json.dumps(dataclasses.asdict(state), indent=2) + "\n")
-            if final.exists():  # out of the way at once; removed when its successor is in place
-                final.rename(self.folder / f".{final.name}.old.tmp")
-            temporary.rename(final)
-            replace_file(self.folder / TRACKER, final.name + "\n")
-            if self.keep_last is not None:
-                for old in sorted(self.folder.glob("step_*"))[: -self.keep_last]:
-                    if old != final:
-                        shutil.rmtree(old)
-            self._sweep()
+            files = pending.planned.finish(parts)
         except OSError as error:
-            raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
+            raise CheckpointError(
+                f"cannot write the checkpoint {pending.planned.folder}: {error}; free space and resume"
+            ) from error
+        self.folder.publish(pending.state, pending.config_yaml, files, pending.facts)
+
+    def _facts(self) -> Dict[str, Any]:
+        """What the manifest tells about the run that writes."""
+        layout = self.layout
+        return {
+            "layout": {
+                "tensor": layout.tensor_size,
+                "pipeline": layout.pipeline_size,
+                "data": layout.data_size,
+            },
+            "versions": {
+                "megatron_fbt": __version__,
+                "megatron_core": metadata.version("megatron-core"),
+                "torch": torch.__version__,
+            },
+        }
 
     def load(self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer) -> TrainerState:
         """Read weights and optimizer state into place.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
+            DamagedCheckpointError: a file is missing or damaged, or the checkpoint is of another model.
         """
-        on_first_rank(lambda: check_files(checkpoint))
         state = read_trainer_state(checkpoint)
         wanted = {**_model_state(stage, self.layout), **_optimizer_template(stage, optimizer, self.layout)}
-        content = load_tensors(wanted, checkpoint)
+        content = self._read(wanted, checkpoint)
         states = {name: content.pop(name) for name in list(content) if name.startswith("optimizer.")}
         stage.load_state_dict(content)
         optimizer.updates, optimizer.fusion_updates = state.updates, state.fusion_updates
@@ -114,6 +135,13 @@ class Checkpointer:
         set_group_steps(optimizer.megatron, counts)
         return state
 
+    def _read(self, wanted: dict, checkpoint: Path) -> dict:
+        """Read tensors; every rank checks the files that it reads, rank 0 that none is missing."""
+        verify, content = self.config.verify_on_load, {}
+        on_first_rank(lambda: check_files(checkpoint, verify), self.group)
+        on_all_ranks(lambda: content.update(load_tensors(wanted, checkpoint, verify)), self.group)
+        return content
+
     @torch.no_grad()
     def load_weights(self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer) -> None:
         """Read the weights alone into place, from the float32 master weights of whatever number format wrote them.
@@ -121,10 +149,9 @@ class Checkpointer:
         Raises:
             CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
         """
-        on_first_rank(lambda: check_files(checkpoint))
         params = dict(stage.named_parameters())
         empty = {name: {MASTER: torch.empty(param.shape, dtype=torch.float32)} for name, param in params.items()}
-        content = load_tensors(_sharded_like_weights(stage, self.layout, empty), checkpoint)
+        content = self._read(_sharded_like_weights(stage, self.layout, empty), checkpoint)
         for name, param in params.items():
             master = content[f"optimizer.{MASTER}.{name}"]
             param.copy_(master)

@@ -1,12 +1,13 @@
 """How ranks fail together: one message, and nobody waits for a rank that has given up."""
 
 import os
-from typing import Callable, List, Optional
+from typing import Any, Callable, List, Optional, TypeVar
 
 import torch.distributed as dist
 
-from megatron_fbt.errors import CheckpointError
+from megatron_fbt.errors import CheckpointError, FBTError
 
+T = TypeVar("T")
 _CLAIM = "megatron_fbt/failure"
 
 
@@ -24,20 +25,49 @@ def speaks_first() -> bool:
         return True
 
 
-def on_first_rank(action: Callable[[], None]) -> None:
+def on_first_rank(action: Callable[[], None], group: Optional[dist.ProcessGroup] = None) -> None:
     """Do something on rank 0 while the others wait; collective.
 
     Raises:
-        CheckpointError: it failed; on all ranks.
+        FBTError: it failed; on all ranks. A CheckpointError unless it raised another one itself.
     """
-    message: List[Optional[str]] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except CheckpointError as error:
-            message[0] = str(error)
-        except Exception as error:
-            message[0] = f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise CheckpointError(message[0])
+    _tell(_failure_of(action) if dist.get_rank() == 0 else None, group)
+
+
+def on_all_ranks(action: Callable[[], T], group: Optional[dist.ProcessGroup] = None) -> Optional[List[T]]:
+    """Do something on every rank, each by itself; collective.
+
+    Returns:
+        On rank 0 what the ranks returned, in their order; None on the others.
+
+    Raises:
+        FBTError: it failed on some rank; on all ranks, with the message of the first of those that failed.
+    """
+    results: List[T] = []
+    failure = _failure_of(lambda: results.append(action()))
+    first = dist.get_rank() == 0
+    outcomes = [None] * dist.get_world_size() if first else None
+    dist.gather_object((failure, results), outcomes, dst=0, group=group)
+    if first:
+        failure = next((outcome[0] for outcome in outcomes if outcome[0] is not None), None)
+    _tell(failure, group)
+    return [outcome[1][0] for outcome in outcomes] if first else None
+
+
+def _tell(failure: Optional[FBTError], group: Optional[dist.ProcessGroup]) -> None:
+    """Raise rank 0's failure on all ranks."""
+    told = [failure]
+    dist.broadcast_object_list(told, src=0, group=group)
+    if told[0] is not None:
+        raise told[0]
+
+
+def _failure_of(action: Callable[[], Any]) -> Optional[FBTError]:
+    """What an action raises, as something that can be told to other ranks."""
+    try:
+        action()
+    except FBTError as error:
+        return type(error)(str(error))
+    except Exception as error:
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    return None

@@ -59,7 +59,7 @@ class Trainer:
         self.recipe = Recipe(config.feedback, config.run.seed, training=True)
         self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader)
         self.folder = Path(config.run.dir)
-        self.checkpointer = Checkpointer(checkpoints_folder(config), config.checkpoint.keep_last, layout)
+        self.checkpointer = Checkpointer(checkpoints_folder(config), config.checkpoint, layout)
         self.state = TrainerState(phase_start_steps=list(plan.phase_start_steps))
         self.last_saved: Optional[Path] = None
 

@@ -1,0 +1,165 @@
+"""Writing Megatron-Core's distributed checkpoint format, in three parts of which only the middle one is slow.
+
+Planning and finishing are collective; in between each rank writes its own file, by itself, so that a thread can do it.
+Megatron-Core's own writer forks, and a forked copy of a process that runs gloo's threads never ends.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from megatron_fbt.core.manifest import FileEntry, HashingFile, hash_file, sync_path
+from megatron_fbt.errors import CheckpointError
+
+COMMON_FILE = "common.pt"
+"""State that is no tensor; there is none, but Megatron-Core reads the file."""
+FORMAT_FILE = "metadata.json"
+"""Names the format for Megatron-Core."""
+
+
+class HashingFileSystem(FileSystem):
+    """Hashes every file that is written through it."""
+
+    def __init__(self) -> None:
+        self.entries: Dict[str, FileEntry] = {}
+        """Of the complete files, by name."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: os.PathLike, mode: str) -> Iterator[Any]:
+        """Open a file."""
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        file = HashingFile(open(path, mode, buffering=0))
+        try:
+            yield file
+        finally:
+            file.close()
+        self.entries[Path(path).name] = file.entry
+
+    def rename(self, path: os.PathLike, new_path: os.PathLike) -> None:
+        """Rename a file."""
+        super().rename(path, new_path)
+        if Path(path).name in self.entries:
+            self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
+
+
+@dataclass
+class Written:
+    """What a rank has written."""
+
+    results: List[Any]
+    """The places of its tensors."""
+    files: Dict[str, FileEntry]
+
+
+class PlannedSave:
+    """A rank's part of a checkpoint.
+
+    Args:
+        folder: exists and is empty.
+        planner: holds the tensors.
+        plan: what this rank writes.
+        index: on rank 0, of all tensors.
+    """
+
+    def __init__(self, folder: Path, planner: MCoreSavePlanner, plan: SavePlan, index: Optional[Metadata]):
+        self.folder, self.planner, self.plan, self.index = folder, planner, plan, index
+        self.writer = torch_checkpoint.FileSystemWriter(str(folder), single_file_per_rank=True)
+        self.writer.fs = HashingFileSystem()
+
+    def write(self) -> Written:
+        """Write this rank's tensors onto the disk; no other rank takes part.
+
+        Raises:
+            CheckpointError: it could not be done; with the sizes.
+        """
+        if not self.plan.items:
+            return Written([], {})
+        try:
+            results = self.writer.write_data(self.plan, self.planner).value()
+        except (OSError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise CheckpointError(
+                f"cannot write the checkpoint {self.folder}: {reason} (this process writes {self.size:,} bytes, "
+                f"{free_bytes(self.folder)} free there); free space or mend the disk, and resume"
+            ) from error
+        return Written(results, dict(self.writer.fs.entries))
+
+    @property
+    def size(self) -> int:
+        """Bytes of this rank's tensors."""
+        pieces = [item.tensor_data for item in self.plan.items if item.tensor_data is not None]
+        return sum(math.prod(piece.chunk.sizes) * piece.properties.dtype.itemsize for piece in pieces)
+
+    def finish(self, parts: List[Written]) -> Dict[str, FileEntry]:
+        """Write index and format; on rank 0, when all ranks have written.
+
+        Returns:
+            All files by name.
+
+        Raises:
+            OSError: it could not be done.
+        """
+        files = {name: entry for part in parts for name, entry in part.files.items()}
+        self.writer.finish(self.index, [part.results for part in parts])
+        torch.save({}, self.folder / COMMON_FILE)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
+        own = {name: finished_file(self.folder / name) for name in (COMMON_FILE, FORMAT_FILE)}
+        return {**files, **self.writer.fs.entries, **own}
+
+
+def free_bytes(folder: Path) -> str:
+    """Free space on the file system of a folder, for a person."""
+    try:
+        return f"{shutil.disk_usage(folder).free:,} bytes"
+    except OSError:
+        return "an unknown number of bytes"
+
+
+def finished_file(path: Path) -> FileEntry:
+    """Put a small file onto the disk and hash it."""
+    sync_path(path)
+    return hash_file(path)
+
+
+def plan_save(sharded: dict, folder: Path, group: Optional[dist.ProcessGroup]) -> PlannedSave:
+    """Decide which rank writes which tensor; collective.
+
+    Args:
+        sharded: Megatron-Core's description of this rank's tensors.
+        folder: exists and is empty.
+        group: all ranks, over CPUs; None = the default group.
+    """
+    tensors, _ = save_preprocess(sharded)
+    tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, True)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    rank, first = dist.get_rank(), dist.get_rank() == 0
+    planner.set_up_planner(mcore_to_pyt_state_dict(tensors, False), is_coordinator=first)
+    plan = planner.create_local_plan()
+    plans = [None] * dist.get_world_size() if first else None
+    dist.gather_object(plan, plans, dst=0, group=group)
+    index = planner.create_global_plan(plans)[1] if first else None
+    plan = planner.create_decentralized_global_plan(plan)
+    plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+    return PlannedSave(folder, planner, planner.finish_plan(plan), index)

@@ -1,0 +1,101 @@
+"""How a checkpoint becomes visible, and which ones go; on rank 0, without torch.
+
+A checkpoint is written under a temporary name and renamed when all of it is on the disk; then `latest` is replaced. A
+kill at any instant leaves the checkpoint that `latest` names.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Dict
+
+from megatron_fbt.config.checkpoint import CheckpointConfig
+from megatron_fbt.core.manifest import FileEntry, hash_file, sync_path, write_manifest
+from megatron_fbt.errors import CheckpointError
+from megatron_fbt.training.metrics import replace_file
+from megatron_fbt.training.run_folder import CONFIG_FILE, STATE_FILE, TRACKER, TrainerState, step_folder
+
+
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Args:
+        folder: <run.dir>/checkpoints.
+        config: says which ones are kept.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        self.folder, self.config = folder, config
+
+    def final(self, step: int) -> Path:
+        """The checkpoint of a step."""
+        return self.folder / step_folder(step)
+
+    def temporary(self, step: int) -> Path:
+        """What it is called while it is written."""
+        return self.folder / f".{step_folder(step)}.tmp"
+
+    def make_room(self, step: int) -> None:
+        """An empty folder to write into; what interrupted saves left behind goes.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
+        try:
+            self._sweep()
+            self.temporary(step).mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint {self.temporary(step)}: {error}") from error
+
+    def publish(
+        self, state: TrainerState, config_yaml: str, files: Dict[str, FileEntry], facts: Dict[str, Any]
+    ) -> Path:
+        """Complete a checkpoint whose tensors are written, make it visible and remove those that are not kept.
+
+        Args:
+            state: of the run at that step.
+            config_yaml: its configuration.
+            files: what is in the temporary folder.
+            facts: for the manifest.
+
+        Raises:
+            CheckpointError: it could not be done; the checkpoint before is untouched.
+        """
+        temporary, final = self.temporary(state.step), self.final(state.step)
+        try:
+            own = {CONFIG_FILE: config_yaml, STATE_FILE: json.dumps(dataclasses.asdict(state), indent=2) + "\n"}
+            for name, text in own.items():
+                replace_file(temporary / name, text)
+                files = {**files, name: hash_file(temporary / name)}
+            write_manifest(temporary, files, {"step": state.step, **facts})
+            sync_path(temporary)
+            if final.exists():  # out of the way at once; removed when its successor is in place
+                final.rename(self.folder / f".{final.name}.old.tmp")
+            temporary.rename(final)
+            sync_path(self.folder)
+            replace_file(self.folder / TRACKER, final.name + "\n")
+            sync_path(self.folder)
+            self._thin_out(final)
+            self._sweep()
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
+        return final
+
+    def give_up(self, step: int) -> None:
+        """Free the space of a checkpoint that could not be completed."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.temporary(step))
+
+    def _thin_out(self, newest: Path) -> None:
+        """Take checkpoints that are not kept out of the way, each at once; they are removed with the leftovers."""
+        if self.config.keep_last is None:
+            return
+        for old in sorted(self.folder.glob("step_*"))[: -self.config.keep_last]:
+            if old != newest:
+                old.rename(self.folder / f".{old.name}.old.tmp")
+
+    def _sweep(self) -> None:
+        for leftover in self.folder.glob(".step_*.tmp"):
+            shutil.rmtree(leftover)

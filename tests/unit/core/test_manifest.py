@@ -1,0 +1,71 @@
+"""Hashes while writing, and what is found out about files afterwards."""
+
+import hashlib
+import os
+
+import pytest
+
+from megatron_fbt.core import manifest
+from megatron_fbt.core.manifest import FileEntry, HashingFile, check_content, check_sizes, hash_file, write_manifest
+from megatron_fbt.errors import DamagedCheckpointError
+
+
+def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "BLOCK", 1000)
+    blocks = [b"short", os.urandom(999), os.urandom(1000), b"", os.urandom(5000)]
+    with open(tmp_path / "file", "wb", buffering=0) as raw:
+        file = HashingFile(raw)
+        for block in blocks:
+            file.write(memoryview(block))
+        assert file.tell() == 7004
+        file.close()
+    whole = b"".join(blocks)
+    assert (tmp_path / "file").read_bytes() == whole
+    assert file.entry == FileEntry(7004, hashlib.sha256(whole).hexdigest()) == hash_file(tmp_path / "file")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "tensors").write_bytes(b"0123456789")
+    (tmp_path / "other").write_bytes(b"abc")
+    write_manifest(tmp_path, {name: hash_file(tmp_path / name) for name in ("tensors", "other")}, {"step": 3})
+    return tmp_path
+
+
+def test_an_intact_checkpoint_passes(checkpoint):
+    found = check_sizes(checkpoint)
+    check_content(checkpoint, "tensors", found)
+    assert found.size == 13 and found.facts["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "damage, text", [("gone", "is missing"), ("half", "has 5 bytes instead of 10"), ("longer", "11")]
+)
+def test_a_file_of_another_size_is_named(checkpoint, damage, text):
+    path = checkpoint / "tensors"
+    path.unlink() if damage == "gone" else os.truncate(path, {"half": 5, "longer": 11}[damage])
+    with pytest.raises(DamagedCheckpointError, match=f"{path} .*{text}"):
+        check_sizes(checkpoint)
+
+
+def test_a_changed_byte_is_found(checkpoint):
+    (checkpoint / "tensors").write_bytes(b"0123456780")
+    found = check_sizes(checkpoint)
+    with pytest.raises(DamagedCheckpointError, match="tensors is not what was written"):
+        check_content(checkpoint, "tensors", found)
+    check_content(checkpoint, "other", found)
+
+
+def test_a_file_that_the_manifest_does_not_know_is_refused(checkpoint):
+    with pytest.raises(DamagedCheckpointError, match="stranger is not in manifest.json"):
+        check_content(checkpoint, "stranger", check_sizes(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"format": 9, "files": {}}', '{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}'],
+)
+def test_a_damaged_manifest_is_named(checkpoint, content):
+    (checkpoint / "manifest.json").write_text(content)
+    with pytest.raises(DamagedCheckpointError, match="manifest.json cannot be read"):
+        check_sizes(checkpoint)

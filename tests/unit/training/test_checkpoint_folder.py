@@ -1,0 +1,70 @@
+"""Publishing a checkpoint: order, retention, what an interrupted save leaves behind."""
+
+import json
+
+import pytest
+
+from megatron_fbt.config.checkpoint import CheckpointConfig
+from megatron_fbt.core.manifest import check_sizes, hash_file
+from megatron_fbt.errors import CheckpointError
+from megatron_fbt.training.checkpoint_folder import CheckpointFolder
+from megatron_fbt.training.run_folder import TrainerState, latest_checkpoint, step_folder
+
+
+def publish(folder, step, content="weights"):
+    folder.make_room(step)
+    path = folder.temporary(step) / "tensors"
+    path.write_text(content)
+    return folder.publish(TrainerState(step=step), "model: {}\n", {"tensors": hash_file(path)}, {"layout": {"data": 2}})
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("keep_last, kept", [(None, [2, 4, 6, 8]), (3, [4, 6, 8]), (1, [8])])
+def test_the_newest_checkpoints_are_kept(tmp_path, keep_last, kept):
+    folder = CheckpointFolder(tmp_path / "checkpoints", CheckpointConfig(keep_last=keep_last))
+    for step in (2, 4, 6, 8):
+        final = publish(folder, step)
+        assert latest_checkpoint(folder.folder) == final
+    assert names(folder.folder) == ["latest", *map(step_folder, kept)]
+    assert json.loads((final / "trainer_state.json").read_text())["step"] == 8
+    assert (final / "config.yaml").read_text() == "model: {}\n"
+    manifest = check_sizes(final)
+    assert (
+        set(manifest.files) == {"tensors", "config.yaml", "trainer_state.json"} == set(names(final)) - {"manifest.json"}
+    )
+    assert manifest.facts["step"] == 8 and manifest.facts["layout"] == {"data": 2}
+
+
+def test_the_checkpoint_that_the_tracker_names_is_never_removed(tmp_path):
+    folder = CheckpointFolder(tmp_path, CheckpointConfig(keep_last=1))
+    publish(folder, 8)
+    assert publish(folder, 4) == latest_checkpoint(tmp_path)
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path):
+    folder = CheckpointFolder(tmp_path, CheckpointConfig(keep_last=2))
+    publish(folder, 4, "old")
+    final = publish(folder, 4, "new")
+    assert (final / "tensors").read_text() == "new" and names(tmp_path) == ["latest", "step_00000004"]
+
+
+def test_what_an_interrupted_save_left_is_cleared_and_never_taken(tmp_path):
+    folder = CheckpointFolder(tmp_path, CheckpointConfig(keep_last=1))
+    good = publish(folder, 4)
+    folder.make_room(6)
+    (folder.temporary(6) / "half").write_text("")
+    assert latest_checkpoint(tmp_path) == good
+    publish(folder, 6)
+    assert names(tmp_path) == ["latest", "step_00000006"] and not (tmp_path / "step_00000006" / "half").exists()
+    folder.make_room(8)
+    folder.give_up(8)
+    assert names(tmp_path) == ["latest", "step_00000006"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint .*checkpoints"):
+        publish(CheckpointFolder(tmp_path / "checkpoints", CheckpointConfig()), 1)
