@@ -12,7 +12,7 @@ from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.analysis.rows import TokenRows, indexed_rows, text_rows
 from megatron_fbt.analysis.stability import assess, judged_norms
 from megatron_fbt.errors import BadNumbersError, ConfigError
-from megatron_fbt.inference.text import check_model_folder, load_model
+from megatron_fbt.inference.text import check_model_folder, load_model, load_network
 from megatron_fbt.training.metrics import json_ready, replace_file
 
 
@@ -46,7 +46,10 @@ def measure(options: FixedPointOptions) -> Dict[str, Any]:
     """
     _check(options)
     folder = output_folder(options.output)
-    model, tokenizer = load_model(options.model, options.device)
+    if options.text is None:
+        model, tokenizer = load_network(options.model, options.device), None
+    else:
+        model, tokenizer = load_model(options.model, options.device)
     model = model.float()
     trained = options.trained_passes or model.config.passes
     if options.passes < trained:

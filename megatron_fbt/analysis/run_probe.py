@@ -16,7 +16,7 @@ from megatron_fbt.analysis.plots import COLORS, new_figure, output_folder, requi
 from megatron_fbt.analysis.probe import cross_validate, fold_numbers
 from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.errors import BadNumbersError, ConfigError
-from megatron_fbt.inference.text import check_model_folder, load_model
+from megatron_fbt.inference.text import check_model_folder, load_model, load_network
 from megatron_fbt.training.metrics import json_ready, replace_file
 
 CAUTION = (
@@ -62,7 +62,10 @@ def measure(options: ProbeOptions) -> Dict[str, Any]:
     """
     _check(options)
     folder = output_folder(options.output)
-    model, tokenizer = load_model(options.model, options.device)
+    if (Path(options.model) / "tokenizer_config.json").is_file():
+        model, tokenizer = load_model(options.model, options.device)
+    else:
+        model, tokenizer = load_network(options.model, options.device), None
     model = model.float()
     layers = list(dict.fromkeys(options.layer))
     if bad := [layer for layer in layers if not 0 <= layer <= model.config.num_hidden_layers]:

@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 
+import numpy
 import pytest
 import torch
 
+from megatron_fbt.data.indexed import IndexedWriter
 from tests.unit.hf.exports import export, load
 from tests.unit.hf.reference import random_weights, tiny_config
 
@@ -59,6 +62,24 @@ def test_json_and_trained_passes(tool, folder, text, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "fixed_point.json").read_text())
     assert report["gap"] == pytest.approx(report["loss"][3] - report["loss"][1])
+
+
+def test_a_data_set_needs_no_tokenizer(tool, folder, tmp_path, capsys):
+    bare, prefix = tmp_path / "bare", tmp_path / "corpus"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    writer = IndexedWriter(str(prefix), 50)
+    ids = torch.randint(0, 49, (2, 24), generator=torch.Generator().manual_seed(4))
+    writer.add(ids.flatten().numpy(), numpy.array([24, 24]))
+    writer.finish()
+    writer.publish()
+    arguments = ["--model", str(bare), "--data", str(prefix), "--length", "12", "--passes", "5", "--json"]
+    tool.main([*arguments, "--output", str(tmp_path)])
+    report = json.loads(capsys.readouterr().out)
+    rows = ids.view(4, 12)
+    starts = torch.zeros_like(rows, dtype=torch.bool)
+    with torch.no_grad():
+        expected = load(bare)(rows, labels=rows, passes=5, document_starts=starts).pass_losses.tolist()
+    assert report["loss"] == pytest.approx(expected, rel=1e-5) and report["rows"] == 4
 
 
 def test_growth_ends_with_the_alarm_code(tool, folder, text, tmp_path, capsys, monkeypatch):

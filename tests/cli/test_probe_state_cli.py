@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def test_what_is_known_of_a_sequence_does_not_leak(tool, folder, tmp_path, capsy
     arguments = ["--model", str(folder), "--facts", str(tmp_path / "facts.jsonl"), "--regimes", "plain", "--json"]
     assert tool.main([*arguments, "--output", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["accuracy"] < 0.75
+
+
+def test_an_export_without_a_tokenizer_needs_ids(tool, folder, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    facts = write(tmp_path / "ids.jsonl", lambda ids, coins, t: ids[t], sequences=4)
+    arguments = ["--model", str(bare), "--regimes", "plain", "--output", str(tmp_path), "--facts"]
+    assert tool.main([*arguments, facts]) == 0
+    (tmp_path / "text.jsonl").write_text('{"text": "01", "labels": [0, 1]}')
+    assert tool.main([*arguments, str(tmp_path / "text.jsonl")]) == 3
+    assert "has no tokenizer; give input_ids" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
