@@ -1,0 +1,73 @@
+"""tools/task_rows.py and tools/task_accuracy.py as they are called."""
+
+import importlib.util
+import json
+
+import pytest
+
+from megatron_fbt.analysis.tasks import TASKS
+from tests.unit.hf.exports import export
+from tests.unit.hf.reference import random_weights, tiny_config
+
+
+@pytest.fixture(scope="module")
+def tool(repository):
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, repository / "tools" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = tiny_config()
+    return export(tmp_path_factory.mktemp("exports") / "tiny", random_weights(config), config)
+
+
+def test_rows_are_those_of_the_task(tool, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--rows", "3", "--length", "6", "--seed", "5", "--output", str(path)]
+    assert tool("task_rows").main([*arguments, "--task", "parity"]) == 0
+    assert capsys.readouterr().out == f"3 rows -> {path}; model.vocab_size 4\n"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 3 and all(len(row["input_ids"]) == len(row["labels"]) == 6 for row in rows)
+    assert tool("task_rows").main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "output": str(path),
+        "rows": 3,
+        "vocab_size": TASKS["cot5"].vocab_size,
+    }
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [(["--task", "chess"], "task=chess"), (["--rows", "0"], "rows=0"), (["--length", "7"], "length=7")],
+)
+def test_rows_that_cannot_be_are_refused(tool, tmp_path, capsys, change, message):
+    assert tool("task_rows").main(["--rows", "3", "--output", str(tmp_path / "rows.jsonl"), *change]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_answers_of_two_models(tool, folder, tmp_path, capsys):
+    output = tmp_path / "results"
+    arguments = ["--model", str(folder), "--baseline", str(folder), "--rows", "20", "--length", "8"]
+    assert tool("task_accuracy").main([*arguments, "--output", str(output), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((output / "task_accuracy.json").read_text())
+    assert (output / "task_accuracy.png").read_bytes().startswith(b"\x89PNG")
+    generated = report["generated"]
+    assert list(generated) == ["FBT, SOFT", "FBT, STANDARD", "standard transformer"]
+    assert generated["FBT, STANDARD"] == generated["standard transformer"]
+    assert all(len(accuracy["by_position"]) == 4 for accuracy in generated.values())
+    assert list(report["given_answers"]) == ["1", "2", "3", "4", "6", "8"]
+    assert tool("task_accuracy").main([*arguments[:2], "--rows", "20", "--length", "8", "--output", str(output)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line[:15].strip() for line in table] == ["", "FBT, SOFT", "FBT, STANDARD"]
+
+
+def test_a_folder_without_a_model_is_refused(tool, tmp_path, capsys):
+    assert tool("task_accuracy").main(["--model", str(tmp_path), "--output", str(tmp_path / "results")]) == 4
+    assert "no exported model" in capsys.readouterr().err and not (tmp_path / "results").exists()
