@@ -13,8 +13,10 @@ from typing import Any, Dict, Tuple
 import torch
 from transformers.utils import logging as transformers_logging
 
-from megatron_fbt.analysis.accuracy import accuracy_by_passes, generation_accuracy, layer_inputs, probe_accuracy
+from megatron_fbt.analysis.accuracy import accuracy_by_passes, generation_accuracy
 from megatron_fbt.analysis.fixed_point import iterate
+from megatron_fbt.analysis.layer_inputs import layer_inputs
+from megatron_fbt.analysis.probe import cross_validate, fold_numbers
 from megatron_fbt.analysis.tasks import TASKS, TaskRows, write_rows
 from megatron_fbt.config.feedback import PassPhase
 from megatron_fbt.config.load import dump_yaml
@@ -214,14 +216,15 @@ def measure_task(model: Any, run: Run, size: Size) -> Dict[str, Any]:
 
 def probe_state(model: Any, experiment: str, size: Size) -> Dict[str, float]:
     """Can the state before a position be read off what the first layer gets there? By fused passes over the prompt."""
-    task = TASKS[experiment]
     rows = test_rows(experiment, size.test_rows, size.length, PROBE_SEED)
-    facts = rows.labels[:, :-1] - task.first_state
-    counts = torch.bincount(facts.flatten(), minlength=task.states)
-    found = {"majority": (counts.max() / counts.sum()).item()}
-    for fused_passes in (0, 1):
-        vectors = layer_inputs(model, rows.input_ids, fused_passes)[:, 1:]
-        found[f"fused_{fused_passes}"] = probe_accuracy(vectors, facts, task.states)
+    states = rows.labels[:, :-1]
+    _, facts = states.flatten().unique(return_inverse=True)
+    folds = fold_numbers(torch.arange(len(states)).repeat_interleave(states.shape[1]), 2, seed=0)
+    read = layer_inputs(model, rows.input_ids, [0], ["plain", "fused1"])
+    found = {}
+    for (_, regime), vectors in read.items():
+        result = cross_validate(vectors[:, 1:].flatten(0, 1), facts, folds, l2=1.0)
+        found.update({regime: result.accuracy, "majority": result.majority})
     return found
 
 

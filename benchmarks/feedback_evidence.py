@@ -95,8 +95,8 @@ BARS = (
     Bar("parity, standard, T", "parity", STANDARD, _accuracy("trained_length"), at_most=0.72),
     Bar("fsm, RECURRENT, T", "fsm", FBT, _accuracy("trained_length"), at_least=0.97),
     Bar("fsm, standard, T", "fsm", STANDARD, _accuracy("trained_length"), at_most=0.90),
-    Bar("fsm, layer-0 probe, plain pass", "fsm", FBT, lambda r: r["probe"]["fused_0"], at_most=0.4),
-    Bar("fsm, layer-0 probe, one fused pass", "fsm", FBT, lambda r: r["probe"]["fused_1"], at_least=0.6),
+    Bar("fsm, layer-0 probe, plain pass", "fsm", FBT, lambda r: r["probe"]["plain"], at_most=0.4),
+    Bar("fsm, layer-0 probe, one fused pass", "fsm", FBT, lambda r: r["probe"]["fused1"], at_least=0.6),
     Bar("cot5, SOFT, tokens", "cot5", FBT, _generated("soft"), at_least=0.93),
     Bar(
         "cot5, SOFT above STANDARD, same weights",
@@ -161,7 +161,7 @@ def table_row(result: Result) -> List[str]:
     ]
     if "probe" in result:
         probe = {name: _percent(value) for name, value in result["probe"].items()}
-        notes.append(f"probe {probe['fused_0']} plain, {probe['fused_1']} fused once (majority {probe['majority']})")
+        notes.append(f"probe {probe['plain']} plain, {probe['fused1']} fused once (majority {probe['majority']})")
     return [*head, *cells, "; ".join(notes)]
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Dict, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fbt.analysis.fixed_point import pass_states
@@ -78,38 +77,3 @@ def generation_accuracy(model: Any, rows: TaskRows, regime: str) -> Accuracy:
         do_sample=False,
     )[:, prompt.shape[1] :]
     return measure(written == answers, torch.ones(answers.shape[1], dtype=torch.bool))
-
-
-@torch.no_grad()
-def layer_inputs(model: Any, input_ids: Tensor, fused_passes: int) -> Tensor:
-    """What the first layer reads in a pass over whole rows, [N, T, D]: plain (0), or the n-th fused pass after it."""
-    plain, token = model.model.embed(input_ids)
-    if fused_passes == 0:
-        return plain
-    *_, states = pass_states(model, input_ids, fused_passes)
-    fused = model.model.fusion(token[:, 1:], states[:, :-1])
-    return torch.cat((plain[:, :1], fused), 1)
-
-
-def probe_accuracy(vectors: Tensor, facts: Tensor, classes: int, steps: int = 120, lr: float = 3e-2) -> float:
-    """Accuracy of a linear probe, fitted on the first half of the rows and tested on the others.
-
-    Args:
-        vectors: [N, T, D].
-        facts: [N, T] int64 below classes.
-        classes: Number of values of the fact.
-        steps: Steps of Adam on all rows of the first half.
-        lr: Its learning rate.
-    """
-    half, width = len(vectors) // 2, vectors.shape[-1]
-    seen, held_out = (part.flatten(0, 1) for part in vectors.split([half, len(vectors) - half]))
-    truth, held_out_truth = (part.flatten() for part in facts.split([half, len(facts) - half]))
-    weight = torch.zeros(classes, width, requires_grad=True)
-    bias = torch.zeros(classes, requires_grad=True)
-    optimizer = torch.optim.Adam([weight, bias], lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(F.linear(seen, weight, bias), truth).backward()
-        optimizer.step()
-    guesses = F.linear(held_out, weight, bias).argmax(-1)
-    return (guesses == held_out_truth).double().mean().item()

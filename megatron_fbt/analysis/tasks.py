@@ -46,14 +46,10 @@ class Task:
     Attributes:
         vocab_size: Token ids; those of inputs and answers are different ones.
         rows: Makes N rows of T tokens with a generator.
-        states: Number of states of the running fact that the labels tell; 0 = they do not tell it.
-        first_state: The label of state 0.
     """
 
     vocab_size: int
     rows: Callable[[int, int, torch.Generator], TaskRows]
-    states: int = 0
-    first_state: int = 0
 
 
 def automaton_table() -> Tensor:
@@ -95,8 +91,8 @@ def cot5_rows(count: int, length: int, generator: torch.Generator) -> TaskRows:
 
 
 TASKS: Dict[str, Task] = {
-    "parity": Task(4, parity_rows, states=2, first_state=2),
-    "fsm": Task(LETTERS + STATES, automaton_rows, states=STATES, first_state=LETTERS),
+    "parity": Task(4, parity_rows),
+    "fsm": Task(LETTERS + STATES, automaton_rows),
     "cot5": Task(BASE + 3, cot5_rows),
 }
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_fbt.analysis.accuracy import accuracy_by_passes, generation_accuracy, layer_inputs, probe_accuracy
+from megatron_fbt.analysis.accuracy import accuracy_by_passes, generation_accuracy
 from megatron_fbt.analysis.tasks import TASKS, TaskRows
 from megatron_fbt.hf.generation_fbt import FBTCache
 from tests.unit.hf.exports import make_model
@@ -64,23 +64,3 @@ def test_written_answers_are_those_of_generate(model, regime):
     found = generation_accuracy(model, TaskRows(rows.input_ids, truth, rows.feedback), regime)
     assert found.tokens == pytest.approx(47 / 48) and found.whole == pytest.approx(11 / 12)
     assert found.by_position[:3] == [1.0] * 3
-
-
-@torch.no_grad()
-def test_layer_inputs_are_what_the_stack_reads(model):
-    ids = rows_of(torch.zeros(3, T, dtype=torch.int64)).input_ids
-    seen = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    model.model.parallel_passes(ids, 3)
-    handle.remove()
-    for fused_passes in range(3):
-        torch.testing.assert_close(layer_inputs(model, ids, fused_passes), seen[fused_passes])
-
-
-def test_a_probe_finds_what_is_there_and_nothing_else():
-    generator = torch.Generator().manual_seed(1)
-    facts = torch.randint(0, 3, (40, 10), generator=generator)
-    noise = torch.randn(40, 10, 6, generator=generator)
-    directions = torch.randn(3, 6, generator=generator)
-    assert probe_accuracy(noise + 20 * directions[facts], facts, 3) > 0.99
-    assert 0.2 < probe_accuracy(noise, facts, 3) < 0.47

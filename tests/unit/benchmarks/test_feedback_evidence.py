@@ -70,5 +70,5 @@ def test_everything_runs(repository):
             passes = ["1"] if name == "standard" else ["1", "2", "3", "5", "8"]
             assert sorted(run["trained_length"], key=int) == passes
     assert runs["cot5", "FBT"]["generation"].keys() == {"standard", "soft"}
-    assert 0 < runs["fsm", "FBT"]["probe"]["fused_1"] <= 1
+    assert 0 < runs["fsm", "FBT"]["probe"]["fused1"] <= 1
     assert runs["parity", "FBT"]["token_equivalents"] == 3 * runs["parity", "FBT"]["tokens"]
