@@ -1,5 +1,6 @@
 """Loss curves of training runs, read from their folders; questions asked of them without extrapolation."""
 
+import json
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +125,8 @@ def read_run(folder: str, name: Optional[str] = None) -> Run:
     notes = []
     if len(rows) < len(found):
         notes.append(f"{len(found) - len(rows)} rows belong to steps that were executed again, or are not whole")
+    if (state := _state(path)) not in (None, "finished"):
+        notes.append(f"status.json says that it is {state}, not finished: its last losses are not those of a whole run")
     tokens, equivalents = rows[-1]["tokens"], rows[-1]["token_equivalents"]
     return Run(name or path.resolve().name, str(folder), curves, _read_config(path), tokens, equivalents, notes)
 
@@ -149,6 +152,13 @@ def _training_curve(rows: List[Mapping[str, Any]]) -> Curve:
             recent = [*recent, row["loss_pass_1"]][-SMOOTHING:]
             curve.add(row, sum(recent) / len(recent))
     return curve
+
+
+def _state(path: Path) -> Optional[str]:
+    try:
+        return json.loads((path / "status.json").read_text(encoding="utf-8"))["state"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _read_config(path: Path) -> Dict[str, Any]:

@@ -10,6 +10,9 @@ GROWTH = 1.25
 """Alarm when an update norm is this much larger than an earlier one."""
 OPEN_SHARE = 0.1
 """Update norms count for contraction and alarm while at least this share of the scored positions is not final."""
+STALLED = 0.97
+"""A map whose update norm falls more slowly than by this factor a pass does not contract to speak of: 300 such passes
+leave a ten-thousandth of a change, and the growing share of final positions alone gives a slow fall."""
 TABLE_PASSES = (1, 2, 3, 5, 10, 30, 100, 300)
 
 
@@ -18,8 +21,8 @@ class Contraction:
     """How the update norms fall: a straight line through their logarithms, pass by pass.
 
     Attributes:
-        state: "at rest" (they reached the number format's noise), "falling" (they did not yet), "growing", or
-            "unknown" (fewer than two of them).
+        state: "at rest" (they reached the number format's noise), "falling" (they did not yet), "stalled" (they hardly
+            fall), "growing", or "unknown" (too few of them).
         rate: Factor from one pass to the next by the fitted line; None with fewer than three points.
         first_pass, last_pass: Passes that the line was fitted to: from the largest norm until the noise.
         r_squared: Of the fit.
@@ -85,11 +88,12 @@ def fit_contraction(norms: Dict[int, float], epsilon: float) -> Contraction:
     """
     noise = noise_level(list(norms.values()), epsilon)
     rest = next((k for k, norm in norms.items() if norm <= noise), None)
-    growing = find_growth(norms, noise) is not None
-    state = "growing" if growing else "unknown" if len(norms) < 2 else "falling" if rest is None else "at rest"
     usable = [k for k, norm in norms.items() if math.isfinite(norm) and (rest is None or k < rest)]
     start = max(usable, key=lambda k: norms[k], default=0)
     points = [(k, math.log(norms[k])) for k in usable if k >= start]
+    state = "unknown" if rest is None else "at rest"
+    if find_growth(norms, noise) is not None:
+        state = "growing"
     if len(points) < 3:
         return Contraction(state, None, None, None, None, noise, rest)
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points))
@@ -97,7 +101,10 @@ def fit_contraction(norms: Dict[int, float], epsilon: float) -> Contraction:
     xy = sum((x - mean_x) * (y - mean_y) for x, y in points)
     yy = sum((y - mean_y) ** 2 for _, y in points)
     r_squared = xy**2 / (xx * yy) if yy > 0 else 1.0
-    return Contraction(state, math.exp(xy / xx), points[0][0], points[-1][0], r_squared, noise, rest)
+    rate = math.exp(xy / xx)
+    if state == "unknown":
+        state = "falling" if rate < STALLED else "stalled"
+    return Contraction(state, rate, points[0][0], points[-1][0], r_squared, noise, rest)
 
 
 def assess(series: PassSeries, trained_passes: int, margin: float) -> Dict[str, Any]:
@@ -161,8 +168,10 @@ def _verdict(report: Dict[str, Any]) -> str:
             f"BAD: {where}, above the margin of {margin:g}. The recurrence that decoding follows is worse than the "
             "losses of training say; train more batches with three passes or more"
         )
-    if report["alarm"]:
-        return f"DOUBTFUL: {where}, within the margin of {margin:g}, but the update norm grows"
+    state = report["contraction"]["state"]
+    if state in ("growing", "stalled"):
+        why = "grows" if state == "growing" else "hardly falls: the states change from pass to pass without end"
+        return f"DOUBTFUL: {where}, within the margin of {margin:g}, but the update norm {why}"
     return f"GOOD: {where}, within the margin of {margin:g}. The recurrence keeps what the trained passes reach"
 
 

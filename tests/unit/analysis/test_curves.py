@@ -87,6 +87,15 @@ def test_cut_rows_are_noted(tmp_path):
     assert "2 rows" in read_run(write(tmp_path / "a", rows)).notes[0]
 
 
+@pytest.mark.parametrize(
+    "status, noted", [('{"state": "running"}', True), ('{"state": "finished"}', False), ("[", False), ("[]", False)]
+)
+def test_a_run_that_goes_on_is_noted(tmp_path, status, noted):
+    folder = write(tmp_path / "a", [row(1, loss_pass_1=1.0)])
+    (tmp_path / "a" / "status.json").write_text(status)
+    assert [("is running" in note) for note in read_run(folder).notes] == [True] * noted
+
+
 def test_damaged_configuration_is_none(tmp_path):
     folder = write(tmp_path / "a", [row(1, loss_pass_1=1.0)])
     (tmp_path / "a" / "config.yaml").write_text("model: [")

@@ -38,6 +38,15 @@ def test_rounding_errors_and_a_rise_at_the_start_are_no_part_of_the_fit():
     assert found.rate == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("rate, state", [(0.9, "falling"), (0.96, "falling"), (0.98, "stalled"), (1.0, "stalled")])
+def test_a_slow_fall_is_no_contraction(rate, state):
+    made = series([1.3 * rate**n for n in range(60)])
+    report = assess(made, 3, 0.1)
+    assert report["contraction"]["state"] == state and report["alarm"] is None
+    assert report["verdict"].startswith("GOOD" if state == "falling" else "DOUBTFUL")
+    assert any("not come to rest" in note for note in report["notes"])
+
+
 def test_too_few_norms_have_no_rate():
     assert fit_contraction({2: 0.5, 3: 0.2}, EPSILON).rate is None
     assert fit_contraction({}, EPSILON).state == "unknown"
