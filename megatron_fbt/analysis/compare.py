@@ -56,7 +56,7 @@ def compare_runs(runs: Sequence[Run]) -> Dict[str, Any]:
         "runs": [
             {key: getattr(run, key) for key in ("name", "path", "tokens", "token_equivalents", "notes")} for run in runs
         ],
-        "warnings": [warning for run in runs[1:] for warning in _warnings(first, run)],
+        "warnings": list(dict.fromkeys(warning for run in runs[1:] for warning in _warnings(first, run))),
         "comparisons": comparisons,
     }
 

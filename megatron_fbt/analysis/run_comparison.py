@@ -88,5 +88,5 @@ def _draw_need(panel: Any, report: Dict[str, Any], axis: str, metric: str) -> No
         panel.plot(ends, (level, level), "-.", color=color, linewidth=1)
         panel.plot(ends[1:], [level], "x", color=color)
         place = sum(ends) / 2
-        text = f"needs {found['ratio']:.2f}x"
+        text = f"baseline needs {found['ratio']:.2f}x"
         panel.annotate(text, (place, level), (0, -12), textcoords="offset points", ha="center", color=color)

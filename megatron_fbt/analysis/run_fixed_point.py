@@ -52,9 +52,13 @@ def measure(options: FixedPointOptions) -> Dict[str, Any]:
         model, tokenizer = load_model(options.model, options.device)
     model = model.float()
     trained = options.trained_passes or model.config.passes
-    if options.passes < trained:
-        raise ConfigError(f"passes={options.passes}: must be at least the trained depth, {trained}")
+    if options.passes <= trained:
+        raise ConfigError(f"passes={options.passes}: must be larger than the trained depth, {trained}")
     rows = _rows(options, model.config, tokenizer)
+    if (length := rows.input_ids.shape[1]) <= trained:
+        raise ConfigError(
+            f"length={length}: must be larger than the trained depth, {trained}: shorter rows are final then"
+        )
     batches = -(-len(rows.input_ids) // options.batch)
     with PieceProgress(batches * options.passes, "passes of a batch") as progress:
         series = iterate(

@@ -84,7 +84,7 @@ def test_a_data_set_needs_no_tokenizer(tool, folder, tmp_path, capsys):
 
 def test_growth_ends_with_the_alarm_code(tool, folder, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_fbt.analysis.stability.GROWTH", 0.0)  # then any second norm has grown
-    assert tool.main(["--model", str(folder), "--text", text, "--passes", "3", "--output", str(tmp_path)]) == 1
+    assert tool.main(["--model", str(folder), "--text", text, "--passes", "4", "--output", str(tmp_path)]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("alarm: the update norm grows")
     assert "grows" in json.loads((tmp_path / "fixed_point.json").read_text())["alarm"]
 
@@ -102,7 +102,8 @@ def test_weights_that_are_not_numbers(tool, text, tmp_path, capsys):
     "arguments, code, word",
     [
         (["--passes", "0"], 2, "passes=0"),
-        (["--passes", "2"], 2, "trained depth, 3"),
+        (["--passes", "3"], 2, "trained depth, 3"),
+        (["--length", "3"], 2, "trained depth, 3"),
         (["--rows", "0"], 2, "rows=0"),
         (["--margin", "nan"], 2, "margin=nan"),
         (["--seed", "-1"], 2, "seed=-1"),

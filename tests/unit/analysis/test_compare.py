@@ -109,6 +109,14 @@ def test_settings_that_spoil_a_comparison_are_warned_of(section, field, value, w
     assert word in warning and warning.startswith("a and b: ")
 
 
+def test_a_run_without_a_configuration_is_warned_of_once():
+    points = curve([(100, 4.0)])
+    report = compare_runs([run("a", {}, pass_1=points), run("b", pass_1=points), run("c", pass_1=points)])
+    assert report["warnings"] == [
+        "a: no readable config.yaml, so it is not known whether its losses are comparable",
+    ]
+
+
 def test_the_baseline_comes_first_and_equal_names_become_paths(tmp_path):
     for parent in ("x", "y"):
         (tmp_path / parent).mkdir()
