@@ -133,7 +133,8 @@ def configuration(folder: Path, run: Run, size: Size) -> PretrainConfig:
     batch = size.byte_batch if is_bytes else size.batch
     config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 64, 4
     config.model.vocab_size = BYTE_VALUES if is_bytes else TASKS[run.experiment].vocab_size
-    config.model.init_method_std, config.model.make_vocab_size_divisible_by = 0.075, 8
+    config.model.ffn_hidden_size, config.model.make_vocab_size_divisible_by = 256, 8
+    config.model.init_method_std = 0.125  # 1 over the root of the width: less leaves SwiGLU almost linear at first
     config.feedback.schedule = [PassPhase(begin, dict(mix)) for begin, mix in run.schedule]
     config.feedback.prefix.probability = 0.0
     config.feedback.prefix.granularity = "prompt" if run.experiment == "cot5" else "row"
