@@ -21,7 +21,7 @@ from megatron_fbt.analysis.tasks import TASKS, TaskRows, write_rows
 from megatron_fbt.config.feedback import PassPhase
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.hf.convert import convert_checkpoint
+from megatron_fbt.hf.convert import Conversion, convert_checkpoint
 from megatron_fbt.inference.text import load_network
 from megatron_fbt.pretrain import main as pretrain
 
@@ -156,9 +156,22 @@ def configuration(folder: Path, run: Run, size: Size) -> PretrainConfig:
 def train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
     """Train, export, measure; what the trainer prints goes to a file beside the run folder.
 
+    The result is kept there too; a run that has one of the same size is not repeated, one that was cut off goes on.
+
     Raises:
         RuntimeError: Training has failed.
     """
+    kept = folder / f"{run.folder}.json"
+    if kept.exists():
+        result = json.loads(kept.read_text(encoding="utf-8"))
+        if result["size"] == dataclasses.asdict(size):
+            return result
+    result = {**_train_and_measure(folder, run, size), "size": dataclasses.asdict(size)}
+    kept.write_text(json.dumps(result), encoding="utf-8")
+    return result
+
+
+def _train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     began = time.perf_counter()
@@ -172,7 +185,7 @@ def train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
         raise RuntimeError(f"training {run.folder} ended with exit code {code}; see {log}")
     trained_s = time.perf_counter() - began
     export = folder / run.folder / "export"
-    convert_checkpoint(config.run.dir, export)
+    convert_checkpoint(config.run.dir, export, Conversion(force=True))
     model = load_network(export, "cpu")
     measured = measure_bytes(model, run, size) if run.experiment == BYTES else measure_task(model, run, size)
     tokens = run.steps * config.training.global_batch_size * config.data.sequence_length

@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], choices=list(MODELS), help="this experiment only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="0 1 2 unless for a quick look")
     parser.add_argument("--workers", type=int, default=2, help="processes side by side")
-    parser.add_argument("--output", type=Path, help="keep the runs in this folder (default: none is kept)")
+    parser.add_argument("--output", type=Path, help="keep the runs here, and go on here later (default: none is kept)")
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that the script runs; no bars")
     parser.add_argument("--json", action="store_true", help="results and bars as one JSON object")
     parser.add_argument("--units", type=int, help="passes over a batch in each run of a task, for trials")
