@@ -185,7 +185,7 @@ def _train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
         raise RuntimeError(f"training {run.folder} ended with exit code {code}; see {log}")
     trained_s = time.perf_counter() - began
     export = folder / run.folder / "export"
-    convert_checkpoint(config.run.dir, export, Conversion(force=True))
+    convert_checkpoint(config.run.dir, export, Conversion(format="fbt", force=True))
     model = load_network(export, "cpu")
     measured = measure_bytes(model, run, size) if run.experiment == BYTES else measure_task(model, run, size)
     tokens = run.steps * config.training.global_batch_size * config.data.sequence_length

@@ -32,7 +32,7 @@ train() {
 }
 
 export_run() {
-    python tools/convert_to_hf.py --checkpoint "$folder/$1" --output "$folder/$1/export" --force
+    python tools/convert_to_hf.py --checkpoint "$folder/$1" --output "$folder/$1/export" --format fbt --force
 }
 
 # Hands an end of this script on to the training runs, which save before they leave.
