@@ -17,6 +17,8 @@ from megatron_fbt.hf.configuration_fbt import FBTConfig
 
 REPORT_FILE = "fbt_export.json"
 """Says that a folder is an export, and what was exported."""
+TOKENIZER_FOLDER = "tokenizer"
+"""Where a checkpoint made of a Hugging Face folder keeps the tokenizer."""
 
 
 def check_output(output: Path, force: bool) -> None:

@@ -18,7 +18,7 @@ from megatron_fbt.core.manifest import write_manifest
 from megatron_fbt.core.optimizer_state import MASTER
 from megatron_fbt.data.tokenizer import HuggingFaceTokenizer
 from megatron_fbt.errors import CheckpointError, ConfigError, DataError
-from megatron_fbt.hf.folder import move_into_place, partial_folder
+from megatron_fbt.hf.folder import TOKENIZER_FOLDER, move_into_place, partial_folder
 from megatron_fbt.hf.source_config import Source, read_source
 from megatron_fbt.hf.source_weights import CanonicalSource, SafetensorsFolder, root_mean_square
 from megatron_fbt.hf.stream import ByteProgress
@@ -28,7 +28,6 @@ from megatron_fbt.training.run_folder import CONFIG_FILE, STATE_FILE, TrainerSta
 
 IMPORT_FILE = "import.json"
 """What the checkpoint was made from; marks a folder that --force may replace."""
-TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -338,6 +338,15 @@ def test_tokenizers(tmp_path, stock):
         import_model(broken, tmp_path / "no")
 
 
+def test_a_moved_checkpoint_is_exported_with_its_own_tokenizer(tmp_path, stock):
+    import_model(stock, tmp_path / "made")
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "made").rename(tmp_path / "elsewhere" / "a b")
+    convert_checkpoint(moved, tmp_path / "export", Conversion(format="fbt"))
+    assert (tmp_path / "export" / "tokenizer.json").is_file()
+    assert load(tmp_path / "export").config.eos_token_id == 49
+
+
 def test_an_output_in_use_is_refused(tmp_path, stock):
     import_model(stock, tmp_path / "made", seed=1)
     with pytest.raises(ConfigError, match="--force"):
