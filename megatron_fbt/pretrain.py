@@ -14,12 +14,11 @@ from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.errors import FBTError, StoppedBySignal
 from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.messages import set_up_messages
+from megatron_fbt.training.resume import find_resume_point
 from megatron_fbt.training.run_folder import (
     changed_fields,
-    checkpoints_folder,
-    finished_checkpoint,
-    latest_checkpoint,
     prepare_run_folder,
+    read_trainer_state,
     refuse_another_model,
     stored_phase_starts,
 )
@@ -66,14 +65,14 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     validate_config(config, world_size)
     prepare_run_folder(config.run.dir)
     train_steps, _ = run_length(config.training, config.data.sequence_length)
-    finished = finished_checkpoint(config, train_steps)
+    checkpoint = find_resume_point(config).checkpoint
+    finished = checkpoint if checkpoint and read_trainer_state(checkpoint).step >= train_steps else None
     if finished is not None:
         refuse_another_model(config, finished)
         if is_main:
             print(f"{config.run.dir} is finished ({finished.name}, the run has {train_steps} steps): nothing to do")
             print("".join(f"changed since then: {change}\n" for change in changed_fields(config, finished)), end="")
         return
-    checkpoint = latest_checkpoint(checkpoints_folder(config))
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
     validate_config(config, world_size, phase_starts)
     tokenizer = run_tokenizer(config)
@@ -85,7 +84,7 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     from megatron_fbt.training.session import run_session
 
     check_backend(config)
-    run_session(config, plan, tokenizer, is_main, signals)
+    run_session(config, plan, tokenizer, checkpoint, is_main, signals)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,30 @@ class ZLossConfig(Section):
 
 
 @dataclass
+class SpikeConfig(Section):
+    """Steps that stand out from the steps before are skipped as those with numbers that are not finite."""
+
+    window: int = 128
+    """Good steps whose median a step is compared with; nothing is skipped before there are as many."""
+    loss_factor: Optional[float] = None
+    """A loss of pass 1 above this many times the median is a spike; null = never."""
+    grad_norm_factor: Optional[float] = None
+    """A gradient norm above this many times the median is a spike; null = never."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is compared."""
+        return self.loss_factor is not None or self.grad_norm_factor is not None
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("training.spikes", self)
+        rules.integers("window")
+        rules.numbers("loss_factor", "grad_norm_factor", low=1.0, above=True)
+        return rules.problems
+
+
+@dataclass
 class TrainingConfig(Section):
     """Exactly one of train_steps, train_samples, train_tokens gives the length of the run."""
 
@@ -55,7 +79,10 @@ class TrainingConfig(Section):
     eval_iters: int = 8
     """Global batches in one validation; 0 = no validation."""
     max_bad_steps: int = 10
-    """Steps in a row with a non-finite loss or gradient after which the run ends."""
+    """Steps in a row with a non-finite loss or gradient, or a spike, after which the run ends."""
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
+    wall_clock_limit_s: Optional[float] = None
+    """Seconds after its start at which the run saves and leaves with exit code 75, as on a signal; null = no limit."""
     z_loss: ZLossConfig = field(default_factory=ZLossConfig)
 
     def problems(self) -> List[str]:
@@ -64,6 +91,7 @@ class TrainingConfig(Section):
         lengths = ("train_steps", "train_samples", "train_tokens")
         rules.integers(*lengths, "micro_batch_size", "global_batch_size", "eval_interval", "max_bad_steps")
         rules.integers("eval_iters", low=0)
+        rules.numbers("wall_clock_limit_s", above=True)
         given = {name: getattr(self, name) for name in lengths if getattr(self, name) is not None}
         if len(given) != 1:
             found = ", ".join(f"{name} = {value!r}" for name, value in given.items()) or "none of them is given"
@@ -77,7 +105,8 @@ class TrainingConfig(Section):
             rules.require(batch % micro == 0, "global_batch_size", why, f"give a multiple of {micro}")
         if self.rampup_batch_size is not None and rules.usable("rampup_batch_size", "global_batch_size"):
             self._rampup_rules(rules)
-        return rules.problems + (self.z_loss.problems() if rules.usable("z_loss") else [])
+        sections = [getattr(self, name) for name in ("z_loss", "spikes") if rules.usable(name)]
+        return rules.problems + [problem for section in sections for problem in section.problems()]
 
     def _rampup_rules(self, rules: Rules) -> None:
         """[start, increment, samples] reaches global_batch_size exactly."""

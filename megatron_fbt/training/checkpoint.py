@@ -7,9 +7,10 @@ Each rank writes its own file and hashes it on the way; rank 0 gathers the hashe
 """
 
 import copy
+import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import MASTER, read_state, set_group_steps, state_kinds, write_state
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.stage import FBTStage
-from megatron_fbt.errors import CheckpointError
+from megatron_fbt.errors import BadNumbersError, CheckpointError
 from megatron_fbt.training.checkpoint_folder import CheckpointFolder
 from megatron_fbt.training.failure import on_all_ranks, on_first_rank
 from megatron_fbt.training.optimizer import Optimizer
@@ -37,14 +38,39 @@ class PendingSave:
 
     def __init__(self, planned: PlannedSave, state: TrainerState, config_yaml: str, facts: Dict[str, Any]):
         self.planned, self.state, self.config_yaml, self.facts = planned, state, config_yaml, facts
+        self._written: Optional[Written] = None
+        self._error: Optional[Exception] = None
+        self._thread: Optional[threading.Thread] = None
+
+    def start(self) -> None:
+        """Begin to write, in a thread."""
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread still writes."""
+        return self._thread is not None and self._thread.is_alive()
 
     def result(self) -> Written:
-        """Wait for this rank's part.
+        """Write this rank's part, or wait for the thread that does.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        return self.planned.write()
+        if self._thread is None:
+            self._write()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._written
+
+    def _write(self) -> None:
+        try:
+            self._written = self.planned.write()
+        except Exception as error:
+            self._error = error
 
 
 class Checkpointer:
@@ -59,6 +85,10 @@ class Checkpointer:
     def __init__(self, folder: Path, config: Optional[CheckpointConfig], layout: Layout):
         self.config, self.layout, self.group = config or CheckpointConfig(), layout, layout.cpu_group
         self.folder = CheckpointFolder(folder, self.config)
+        self.facts: Dict[str, Any] = {}
+        """More that the manifest is to hold."""
+        self.guard: Callable[[], None] = lambda: None
+        """Called on rank 0 before something is changed in the folder."""
         self._pending: Optional[PendingSave] = None
 
     def save(self, stage: FBTStage, optimizer: Optimizer, state: TrainerState, config_yaml: str) -> Path:
@@ -66,46 +96,83 @@ class Checkpointer:
 
         Raises:
             CheckpointError: it could not be written; the previous one is untouched.
+            BadNumbersError: a weight is not finite; nothing was written.
         """
-        self._begin(stage, optimizer, state, config_yaml)
-        return self._finish()
+        self.begin(stage, optimizer, state, config_yaml, background=False)
+        return self.finish()
 
-    def _begin(self, stage: FBTStage, optimizer: Optimizer, state: TrainerState, config_yaml: str) -> None:
-        content = {**_model_state(stage, self.layout), **_optimizer_state(stage, optimizer, self.layout)}
-        on_first_rank(lambda: self.folder.make_room(state.step), self.group)
-        planned = plan_save(content, self.folder.temporary(state.step), self.group)
+    def begin(
+        self, stage: FBTStage, optimizer: Optimizer, state: TrainerState, config_yaml: str, background: bool = True
+    ) -> None:
+        """Copy what the checkpoint of state.step is to hold, and begin to write it; `finish` must follow.
+
+        Args:
+            stage: the model.
+            optimizer: its optimizer.
+            state: of the run.
+            config_yaml: its configuration.
+            background: write in a thread, while training goes on.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            BadNumbersError: a weight is not finite; nothing was written.
+        """
+        on_all_ranks(lambda: _refuse_bad_weights(stage, state.step), self.group)
+        weights = _model_state(stage, self.layout)
+        if background:
+            _detach_from_training(weights)
+        content = {**weights, **_optimizer_state(stage, optimizer, self.layout)}
+        temporary = on_first_rank(lambda: self._make_room(state.step), self.group)
+        planned = plan_save(content, temporary, self.group)
         self._pending = PendingSave(planned, copy.deepcopy(state), config_yaml, self._facts())
+        if background:
+            self._pending.start()
 
-    def _finish(self) -> Path:
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint was begun and not finished; the same on all ranks."""
+        return self._pending is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes its part; not collective."""
+        return self._pending is not None and self._pending.busy
+
+    def finish(self) -> Path:
+        """Wait until all ranks have written their parts, make the checkpoint visible and return its folder.
+
+        Raises:
+            CheckpointError: it could not be written; the previous one is untouched.
+        """
         pending, self._pending = self._pending, None
-        step = pending.state.step
         try:
             parts = on_all_ranks(pending.result, self.group)
-            on_first_rank(lambda: self._publish(pending, parts), self.group)
+            return on_first_rank(lambda: self._publish(pending, parts), self.group)
         except CheckpointError:
             if dist.get_rank() == 0:
-                self.folder.give_up(step)
+                self.folder.give_up(pending.planned.folder)
             raise
-        return self.folder.final(step)
 
-    def _publish(self, pending: PendingSave, parts: List[Written]) -> None:
+    def _make_room(self, step: int) -> Path:
+        self.guard()
+        return self.folder.make_room(step)
+
+    def _publish(self, pending: PendingSave, parts: List[Written]) -> Path:
+        self.guard()
         try:
             files = pending.planned.finish(parts)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write the checkpoint {pending.planned.folder}: {error}; free space and resume"
             ) from error
-        self.folder.publish(pending.state, pending.config_yaml, files, pending.facts)
+        return self.folder.publish(pending.planned.folder, pending.state, pending.config_yaml, files, pending.facts)
 
     def _facts(self) -> Dict[str, Any]:
         """What the manifest tells about the run that writes."""
         layout = self.layout
         return {
-            "layout": {
-                "tensor": layout.tensor_size,
-                "pipeline": layout.pipeline_size,
-                "data": layout.data_size,
-            },
+            **self.facts,
+            "layout": {"tensor": layout.tensor_size, "pipeline": layout.pipeline_size, "data": layout.data_size},
             "versions": {
                 "megatron_fbt": __version__,
                 "megatron_core": metadata.version("megatron-core"),
@@ -138,7 +205,7 @@ class Checkpointer:
     def _read(self, wanted: dict, checkpoint: Path) -> dict:
         """Read tensors; every rank checks the files that it reads, rank 0 that none is missing."""
         verify, content = self.config.verify_on_load, {}
-        on_first_rank(lambda: check_files(checkpoint, verify), self.group)
+        on_first_rank(lambda: check_files(checkpoint, verify) and None, self.group)
         on_all_ranks(lambda: content.update(load_tensors(wanted, checkpoint, verify)), self.group)
         return content
 
@@ -161,6 +228,23 @@ class Checkpointer:
 def _model_state(stage: FBTStage, layout: Layout) -> dict:
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
     return stage.sharded_state_dict(metadata=metadata)
+
+
+@torch.no_grad()
+def _refuse_bad_weights(stage: FBTStage, step: int) -> None:
+    for name, param in stage.named_parameters():
+        if not torch.isfinite(param).all():
+            raise BadNumbersError(
+                f"step {step}: weight {name} holds numbers that are not finite; no checkpoint was written. Resume from "
+                "the one before, with a lower optimizer.lr"
+            )
+
+
+def _detach_from_training(weights: dict) -> None:
+    """Replace tensors that training changes by copies on the CPU; optimizer states are copies already."""
+    for entry in weights.values():
+        if torch.is_tensor(getattr(entry, "data", None)):
+            entry.data = entry.data.detach().to("cpu", copy=True)
 
 
 def _optimizer_state(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> dict:

@@ -7,14 +7,16 @@ kill at any instant leaves the checkpoint that `latest` names.
 import contextlib
 import dataclasses
 import json
+import secrets
 import shutil
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 from megatron_fbt.config.checkpoint import CheckpointConfig
-from megatron_fbt.core.manifest import FileEntry, hash_file, sync_path, write_manifest
-from megatron_fbt.errors import CheckpointError
+from megatron_fbt.core.manifest import FileEntry, hash_file, read_manifest, sync_path, write_manifest
+from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
 from megatron_fbt.training.metrics import replace_file
+from megatron_fbt.training.retention import expendable
 from megatron_fbt.training.run_folder import CONFIG_FILE, STATE_FILE, TRACKER, TrainerState, step_folder
 
 
@@ -33,37 +35,38 @@ class CheckpointFolder:
         """The checkpoint of a step."""
         return self.folder / step_folder(step)
 
-    def temporary(self, step: int) -> Path:
-        """What it is called while it is written."""
-        return self.folder / f".{step_folder(step)}.tmp"
-
-    def make_room(self, step: int) -> None:
+    def make_room(self, step: int) -> Path:
         """An empty folder to write into; what interrupted saves left behind goes.
+
+        Each save has a folder of its own, so that a process left over from a killed run cannot write into it.
 
         Raises:
             CheckpointError: it cannot be made.
         """
+        temporary = self.folder / f".{step_folder(step)}.{secrets.token_hex(4)}.tmp"
         try:
             self._sweep()
-            self.temporary(step).mkdir(parents=True)
+            temporary.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"cannot write the checkpoint {self.temporary(step)}: {error}") from error
+            raise CheckpointError(f"cannot write the checkpoint {temporary}: {error}") from error
+        return temporary
 
     def publish(
-        self, state: TrainerState, config_yaml: str, files: Dict[str, FileEntry], facts: Dict[str, Any]
+        self, temporary: Path, state: TrainerState, config_yaml: str, files: Dict[str, FileEntry], facts: Dict[str, Any]
     ) -> Path:
         """Complete a checkpoint whose tensors are written, make it visible and remove those that are not kept.
 
         Args:
+            temporary: the folder with them, from make_room.
             state: of the run at that step.
             config_yaml: its configuration.
-            files: what is in the temporary folder.
+            files: what is in that folder.
             facts: for the manifest.
 
         Raises:
             CheckpointError: it could not be done; the checkpoint before is untouched.
         """
-        temporary, final = self.temporary(state.step), self.final(state.step)
+        final = self.final(state.step)
         try:
             own = {CONFIG_FILE: config_yaml, STATE_FILE: json.dumps(dataclasses.asdict(state), indent=2) + "\n"}
             for name, text in own.items():
@@ -77,25 +80,33 @@ class CheckpointFolder:
             sync_path(self.folder)
             replace_file(self.folder / TRACKER, final.name + "\n")
             sync_path(self.folder)
-            self._thin_out(final)
+            self._thin_out(state.step)
             self._sweep()
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
         return final
 
-    def give_up(self, step: int) -> None:
+    def give_up(self, temporary: Path) -> None:
         """Free the space of a checkpoint that could not be completed."""
         with contextlib.suppress(OSError):
-            shutil.rmtree(self.temporary(step))
+            shutil.rmtree(temporary)
 
-    def _thin_out(self, newest: Path) -> None:
+    def _thin_out(self, newest: int) -> None:
         """Take checkpoints that are not kept out of the way, each at once; they are removed with the leftovers."""
-        if self.config.keep_last is None:
-            return
-        for old in sorted(self.folder.glob("step_*"))[: -self.config.keep_last]:
-            if old != newest:
-                old.rename(self.folder / f".{old.name}.old.tmp")
+        folders = {int(path.name.removeprefix("step_")): path for path in self.folder.glob("step_" + "[0-9]" * 8)}
+        losses = {step: _validation_loss(path) for step, path in folders.items()} if self.config.keep_best else {}
+        for step in expendable(list(folders), newest, losses, self.config):
+            folders[step].rename(self.folder / f".{folders[step].name}.old.tmp")
 
     def _sweep(self) -> None:
         for leftover in self.folder.glob(".step_*.tmp"):
             shutil.rmtree(leftover)
+
+
+def _validation_loss(checkpoint: Path) -> Optional[float]:
+    """What the manifest says; None if nothing was measured at that step, or the checkpoint is damaged."""
+    try:
+        loss = read_manifest(checkpoint).facts.get("validation_loss")
+    except DamagedCheckpointError:
+        return None
+    return loss if isinstance(loss, float) else None

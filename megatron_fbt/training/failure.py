@@ -25,13 +25,23 @@ def speaks_first() -> bool:
         return True
 
 
-def on_first_rank(action: Callable[[], None], group: Optional[dist.ProcessGroup] = None) -> None:
+def on_first_rank(action: Callable[[], T], group: Optional[dist.ProcessGroup] = None) -> T:
     """Do something on rank 0 while the others wait; collective.
+
+    Returns:
+        What the action returned, on all ranks.
 
     Raises:
         FBTError: it failed; on all ranks. A CheckpointError unless it raised another one itself.
     """
-    _tell(_failure_of(action) if dist.get_rank() == 0 else None, group)
+    results: List[T] = []
+    failure = _failure_of(lambda: results.append(action())) if dist.get_rank() == 0 else None
+    told = [(failure, results)]
+    dist.broadcast_object_list(told, src=0, group=group)
+    failure, results = told[0]
+    if failure is not None:
+        raise failure
+    return results[0]
 
 
 def on_all_ranks(action: Callable[[], T], group: Optional[dist.ProcessGroup] = None) -> Optional[List[T]]:
@@ -50,16 +60,11 @@ def on_all_ranks(action: Callable[[], T], group: Optional[dist.ProcessGroup] = N
     dist.gather_object((failure, results), outcomes, dst=0, group=group)
     if first:
         failure = next((outcome[0] for outcome in outcomes if outcome[0] is not None), None)
-    _tell(failure, group)
-    return [outcome[1][0] for outcome in outcomes] if first else None
-
-
-def _tell(failure: Optional[FBTError], group: Optional[dist.ProcessGroup]) -> None:
-    """Raise rank 0's failure on all ranks."""
     told = [failure]
     dist.broadcast_object_list(told, src=0, group=group)
     if told[0] is not None:
         raise told[0]
+    return [outcome[1][0] for outcome in outcomes] if first else None
 
 
 def _failure_of(action: Callable[[], Any]) -> Optional[FBTError]:

@@ -31,3 +31,11 @@ def warnings(row: Mapping[str, Optional[float]], config: FeedbackConfig) -> List
             f"{config.sequential_eval.margin:g}); train more batches with three passes or more"
         )
     return found
+
+
+def last_pass_validation(row: Mapping[str, Optional[float]]) -> Optional[float]:
+    """Validation loss of the largest number of passes in a row of metrics.jsonl; None where nothing was measured."""
+    k = 1
+    while row.get(f"validation_loss_pass_{k + 1}") is not None:
+        k += 1
+    return row.get(f"validation_loss_pass_{k}")

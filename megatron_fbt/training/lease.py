@@ -106,6 +106,20 @@ class Lease:
             or is_gone(holder.process)
         )
 
+    @property
+    def held(self) -> bool:
+        """Whether this process has the folder, as far as it knows."""
+        return self._thread is not None and self._lost is None
+
+    def check_noticed(self) -> None:
+        """As check, but without a look at the file: what the thread has noticed.
+
+        Raises:
+            CheckpointError: see check.
+        """
+        if self._lost is not None:
+            self.check()
+
     def check(self) -> None:
         """See that the lease is still held.
 

@@ -1,6 +1,7 @@
 """One optimizer step: reduce, measure, clip, update, with a single host synchronisation."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -38,11 +39,15 @@ class StepReport:
     loss_tokens: int
     """Tokens of the global batch that the loss counts."""
     skipped: bool
-    """The loss or the gradient was not finite: nothing was updated."""
+    """The loss or the gradient was not finite, or a spike: nothing was updated."""
     stop_requested: bool
     """Some rank was asked to stop."""
     z_loss: float = 0.0
     """What the z-loss adds to the objective."""
+    spike: Optional[str] = None
+    """Why the step was skipped although its numbers are finite."""
+    busy: bool = False
+    """Some rank was still writing its part of a checkpoint."""
 
 
 def clip_factor(grad_norm: float, clip_grad: float) -> float:
@@ -65,6 +70,8 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, model: DistributedDataParallel, layout: Layout):
         self.config, self.model, self.layout = config, model, layout
         self.megatron = build_megatron_optimizer(config, model)
+        self.judge: Callable[[float, float], Optional[str]] = lambda loss, norm: None
+        """Says from loss and gradient norm why a step is to be skipped, the same on all ranks; None = it is not."""
         self.updates = 0
         """Updates made so far: the optimizer's step count."""
         self.fusion_updates = 0
@@ -87,7 +94,7 @@ class Optimizer:
         overlap = self.model.ddp_config.overlap_grad_reduce
         return functools.partial(arm_reduction, self.model) if overlap else None
 
-    def step(self, totals: PassTotals, fusion_active: bool, stop_requested: bool) -> StepReport:
+    def step(self, totals: PassTotals, fusion_active: bool, stop_requested: bool, busy: bool = False) -> StepReport:
         """Finish one global batch.
 
         Args:
@@ -95,11 +102,15 @@ class Optimizer:
             fusion_active: False until the run's first multi-pass batch: fusion weights and their states stay as they
                 are.
             stop_requested: whether this rank was asked to stop.
+            busy: whether this rank is still writing its part of a checkpoint.
         """
         reduce_gradients(self.model)
         with cuda_type_names():
             self.megatron.prepare_grads()
-        report = self._measure(totals, stop_requested)
+        report = self._measure(totals, stop_requested, busy)
+        spike = None if report.skipped else self.judge(report.loss_per_pass[0], report.grad_norm)
+        if spike is not None:
+            report = dataclasses.replace(report, skipped=True, spike=spike)
         if not report.skipped:
             factor = clip_factor(report.grad_norm, self.config.clip_grad) / max(report.loss_tokens, 1)
             gradients = main_gradients(self.megatron)
@@ -112,9 +123,9 @@ class Optimizer:
         return report
 
     @torch.no_grad()
-    def _measure(self, totals: PassTotals, stop_requested: bool) -> StepReport:
+    def _measure(self, totals: PassTotals, stop_requested: bool, busy: bool) -> StepReport:
         layout = self.layout
-        local = torch.zeros(4 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
+        local = torch.zeros(5 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
         counted = float(self.config.sharding == "megatron" or layout.data_rank == 0)
         for gradient, weight in zip(main_gradients(self.megatron), norm_weights(self.megatron)):
             squares = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
@@ -122,15 +133,15 @@ class Optimizer:
         if layout.is_last_stage and layout.tensor_rank == 0:
             local[1] = totals.tokens
             local[3] = totals.z_loss
-            local[4:] = totals.nll
-        local[2] = float(stop_requested)
+            local[5:] = totals.nll
+        local[2], local[4] = float(stop_requested), float(busy)
         dist.all_reduce(local)
-        squares, tokens, stops, z_loss, *sums = local.tolist()  # the step's one host synchronisation
+        squares, tokens, stops, z_loss, writers, *sums = local.tolist()  # the step's one host synchronisation
         divisor = max(tokens, 1.0)
         losses, z_loss = [nll / divisor for nll in sums], z_loss / divisor
         norm = math.sqrt(squares) / divisor
         finite = math.isfinite(norm) and all(map(math.isfinite, [*losses, z_loss]))
-        return StepReport(losses, norm, int(tokens) if finite else 0, not finite, stops > 0, z_loss)
+        return StepReport(losses, norm, int(tokens) if finite else 0, not finite, stops > 0, z_loss, None, writers > 0)
 
     @contextlib.contextmanager
     def _dormant_fusion(self, active: bool) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """What rank 0 of a run writes: console, metrics.jsonl, status.json, TensorBoard."""
 
+import json
 from pathlib import Path
 from typing import Dict, Optional, Sequence
 
@@ -116,6 +117,15 @@ class Reporter:
             print(console_line(row, self.plan.train_steps, eta), flush=True)
         for warning in warnings(row, self.config.feedback):
             print(f"warning: {warning}", flush=True)
+
+    def skipped(self, step: int, reason: str, first_sample: int, last_sample: int) -> None:
+        """Note a step that updated nothing, with the sample numbers of its global batch."""
+        if not self.active:
+            return
+        print(f"warning: step {step} is skipped (samples {first_sample} to {last_sample}): {reason}", flush=True)
+        row = {"step": step, "first_sample": first_sample, "last_sample": last_sample, "reason": reason}
+        with open(self.folder / "skipped.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     def saved(self, checkpoint: Path) -> None:
         """Note the newest checkpoint."""

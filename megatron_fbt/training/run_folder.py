@@ -49,6 +49,10 @@ class TrainerState:
     """Steps skipped because of bad numbers."""
     bad_in_a_row: int = 0
     """Of these, the last ones without a good step between."""
+    recent_losses: List[float] = dataclasses.field(default_factory=list)
+    """Losses of pass 1 that training.spikes compares the next step with."""
+    recent_grad_norms: List[float] = dataclasses.field(default_factory=list)
+    """Gradient norms of these steps."""
 
     @property
     def fusion_active(self) -> bool:
@@ -81,35 +85,6 @@ def step_folder(step: int) -> str:
 def checkpoints_folder(config: PretrainConfig) -> Path:
     """Where a run keeps its checkpoints."""
     return Path(config.run.dir) / "checkpoints"
-
-
-def latest_checkpoint(folder: Path) -> Optional[Path]:
-    """The checkpoint that a run resumes from; None if the folder holds none.
-
-    Args:
-        folder: <run.dir>/checkpoints.
-
-    Raises:
-        CheckpointError: there are checkpoints but `latest` does not lead to one.
-    """
-    tracker = folder / TRACKER
-    steps = sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
-    if not tracker.is_file():
-        if not steps:
-            return None
-        raise CheckpointError(
-            f"{tracker} is missing, but {folder} holds checkpoints. To resume, write one name into it: "
-            f"echo {steps[-1]} > {tracker}; to start afresh, choose another run.dir"
-        )
-    name = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    checkpoint = folder / name
-    if name not in steps or not (checkpoint / STATE_FILE).is_file():
-        complete = [step for step in steps if (folder / step / STATE_FILE).is_file()]
-        raise CheckpointError(
-            f"{tracker} names {name[:80]!r}, which is not a complete checkpoint in {folder}. "
-            f"Write one of these into it: {', '.join(complete) or 'there is none'}; or choose another run.dir"
-        )
-    return checkpoint
 
 
 def find_step_folder(checkpoint: Union[str, Path]) -> Path:
@@ -154,18 +129,6 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
         return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
-
-
-def finished_checkpoint(config: PretrainConfig, train_steps: int) -> Optional[Path]:
-    """The newest checkpoint, if it is at the end of the run or beyond; else None.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none that can be resumed from.
-    """
-    checkpoint = latest_checkpoint(checkpoints_folder(config))
-    if checkpoint is not None and read_trainer_state(checkpoint).step >= train_steps:
-        return checkpoint
-    return None
 
 
 def stored_phase_starts(config: PretrainConfig, checkpoint: Path) -> Optional[List[int]]:

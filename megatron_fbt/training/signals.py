@@ -21,6 +21,8 @@ class SignalWatcher:
 
     def __init__(self) -> None:
         self.requested: Optional[str] = None
+        self.began = time.monotonic()
+        """When the process began to watch."""
         self._requested_at = 0.0
         self._previous: Dict[int, object] = {}
 

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import Dict, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.plan import RunPlan
@@ -15,17 +15,18 @@ from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import BatchReader, load_micro_batches
 from megatron_fbt.data.dataset import Datasets
 from megatron_fbt.data.sampler import micro_batch_sample_ids
-from megatron_fbt.errors import BadNumbersError, StoppedBySignal
+from megatron_fbt.errors import BadNumbersError, CheckpointError, StoppedBySignal
 from megatron_fbt.feedback.diagnostics import PassDiagnostics
 from megatron_fbt.feedback.pass_schedule import passes_at
 from megatron_fbt.training.batch_size import BatchSizeSchedule
 from megatron_fbt.training.checkpoint import Checkpointer
-from megatron_fbt.training.health import gains
+from megatron_fbt.training.health import gains, last_pass_validation
 from megatron_fbt.training.lr_schedule import LearningRate
 from megatron_fbt.training.optimizer import Optimizer, StepReport, total_loss
 from megatron_fbt.training.reporter import Reporter
 from megatron_fbt.training.run_folder import TrainerState, checkpoints_folder, step_folder
-from megatron_fbt.training.signals import SignalWatcher
+from megatron_fbt.training.spikes import SpikeWatch
+from megatron_fbt.training.stop import StopRequests
 from megatron_fbt.training.validation import Validator
 
 
@@ -39,6 +40,9 @@ class Trainer:
         datasets: rows for training and validation.
         eod: id of the end-of-document token.
     """
+
+    guard: Callable[[], None] = staticmethod(lambda: None)
+    """Called at the end of each step; raises if the run must not go on."""
 
     def __init__(self, config: PretrainConfig, plan: RunPlan, layout: Layout, datasets: Datasets, eod: int):
         self.config, self.plan, self.layout, self.datasets, self.eod = config, plan, layout, datasets, eod
@@ -62,6 +66,7 @@ class Trainer:
         self.checkpointer = Checkpointer(checkpoints_folder(config), config.checkpoint, layout)
         self.state = TrainerState(phase_start_steps=list(plan.phase_start_steps))
         self.last_saved: Optional[Path] = None
+        self._watch_spikes()
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint.
@@ -72,8 +77,14 @@ class Trainer:
         self.state = self.checkpointer.load(checkpoint, self.stage, self.optimizer)
         self.state.phase_start_steps = list(self.plan.phase_start_steps)
         self.last_saved = checkpoint
+        self._watch_spikes()
 
-    def train(self, reporter: Reporter, signals: SignalWatcher) -> None:
+    def _watch_spikes(self) -> None:
+        state, config = self.state, self.config.training.spikes
+        if config.active:
+            self.optimizer.judge = SpikeWatch(config, state.recent_losses, state.recent_grad_norms).judge
+
+    def train(self, reporter: Reporter, signals: StopRequests) -> None:
         """Run to the end of the plan.
 
         Raises:
@@ -88,19 +99,27 @@ class Trainer:
                 row.update(self.validator.run(sequential=self.state.fusion_active))
             tokens = (self.state.consumed_samples - consumed) * self.plan.sequence_length
             reporter.step(row, tokens, seconds, self.state)
-            self._check_bad_steps(report)
-            stop = report.stop_requested and self.state.step < self.plan.train_steps
-            if stop or self._save_due():
-                self._save(reporter)
-            if stop:
-                raise StoppedBySignal(
-                    f"stopped by a signal after step {self.state.step}; {self.last_saved} was written: "
-                    "the same command resumes from it"
-                )
+            if self.checkpointer.pending and not report.busy:
+                self._finish_save(reporter)
+            self._check_bad_steps(report, reporter, consumed)
+            self.guard()
+            self._save_if_due(row, report, reporter, signals)
         if self.last_saved is None or self.last_saved.name != step_folder(self.state.step):
             self._save(reporter)
 
-    def _step(self, signals: SignalWatcher) -> Tuple[Dict, StepReport]:
+    def _save_if_due(self, row: Dict, report: StepReport, reporter: Reporter, signals: StopRequests) -> None:
+        stop = report.stop_requested and self.state.step < self.plan.train_steps
+        if stop or self._save_due():
+            self.checkpointer.facts["validation_loss"] = last_pass_validation(row)
+            last = stop or self.state.step == self.plan.train_steps
+            self._save(reporter, background=self.config.checkpoint.async_save and not last)
+        if stop:
+            raise StoppedBySignal(
+                f"stopped by {_asked(signals)} after step {self.state.step}; {self.last_saved} was written: "
+                "the same command resumes from it"
+            )
+
+    def _step(self, signals: StopRequests) -> Tuple[Dict, StepReport]:
         """One global batch: its row for the logs, and what the optimizer did."""
         config, state = self.config, self.state
         passes = passes_at(state.step, config.run.seed, self.plan.phase_start_steps, config.feedback.phases)
@@ -120,7 +139,8 @@ class Trainer:
             on_last_backward=self.optimizer.on_last_backward,
             diagnostics=diagnostics,
         )
-        report = self.optimizer.step(totals, state.fusion_active, signals.requested is not None)
+        stop = signals.requested is not None
+        report = self.optimizer.step(totals, state.fusion_active, stop, self.checkpointer.busy)
         self._count(passes, report)
         row = self._row(passes, lr, report)
         if diagnostics is not None:
@@ -181,13 +201,20 @@ class Trainer:
             "skipped": self.state.skipped,
         }
 
-    def _check_bad_steps(self, report: StepReport) -> None:
+    def _check_bad_steps(self, report: StepReport, reporter: Reporter, first_sample: int) -> None:
+        if not report.skipped:
+            return
+        reason = report.spike or "the loss or the gradient is not finite"
+        reporter.skipped(self.state.step, reason, first_sample, self.state.consumed_samples - 1)
         limit = self.config.training.max_bad_steps
-        if report.skipped and self.state.bad_in_a_row >= limit:
+        if self.state.bad_in_a_row >= limit:
+            if self.checkpointer.pending:
+                self._finish_save(reporter)
             raise BadNumbersError(
-                f"{limit} steps in a row had a non-finite loss or gradient (training.max_bad_steps), the last one step "
-                f"{self.state.step}; no checkpoint was written. Look at the losses in {self.folder / 'metrics.jsonl'}; "
-                "a lower optimizer.lr or a longer optimizer.lr_warmup_steps often helps"
+                f"{limit} steps in a row had a non-finite loss or gradient or a spike (training.max_bad_steps), the "
+                f"last one step {self.state.step}; no checkpoint was written. Look at the losses in "
+                f"{self.folder / 'metrics.jsonl'} and at {self.folder / 'skipped.jsonl'}; a lower optimizer.lr or a "
+                "longer optimizer.lr_warmup_steps often helps"
             )
 
     def _validation_due(self) -> bool:
@@ -198,6 +225,34 @@ class Trainer:
         interval, step = self.config.checkpoint.save_interval, self.state.step
         return step == self.plan.train_steps or (interval is not None and step % interval == 0)
 
-    def _save(self, reporter: Reporter) -> None:
-        self.last_saved = self.checkpointer.save(self.stage, self.optimizer, self.state, dump_yaml(self.config))
+    def _save(self, reporter: Reporter, background: bool = False) -> None:
+        """Write a checkpoint, or begin to; one that is still being written is finished before."""
+        if self.checkpointer.pending:
+            self._finish_save(reporter)
+        content = (self.stage, self.optimizer, self.state, dump_yaml(self.config))
+        if background:
+            self.checkpointer.begin(*content)
+            return
+        self.last_saved = self.checkpointer.save(*content)
         reporter.saved(self.last_saved)
+
+    def _finish_save(self, reporter: Reporter) -> None:
+        """Make a checkpoint visible that was written in the background.
+
+        Raises:
+            CheckpointError: it could not be written, and checkpoint.async_failure is stop.
+        """
+        try:
+            self.last_saved = self.checkpointer.finish()
+        except CheckpointError as error:
+            if self.config.checkpoint.async_failure == "stop":
+                raise
+            reporter.say(f"warning: {error}")
+            return
+        reporter.saved(self.last_saved)
+
+
+def _asked(stop: Optional[StopRequests]) -> str:
+    """What made the run stop, as far as this rank knows."""
+    asked = None if stop is None else stop.requested
+    return "a signal" if asked is None or asked.startswith("SIG") else asked

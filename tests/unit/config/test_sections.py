@@ -36,13 +36,15 @@ POSITIVE_INTEGERS = {
     "optimizer": "muon_ns_steps",
     "data": "sequence_length",
     "training": "train_steps train_samples train_tokens micro_batch_size global_batch_size eval_interval max_bad_steps",
-    "checkpoint": "save_interval keep_last",
+    "training.spikes": "window",
+    "checkpoint": "save_interval keep_last keep_every",
     "logging": "log_interval diagnostics_interval",
 }
 NUMBERS_ABOVE_ZERO = {
     "model": "layernorm_epsilon rotary_base init_method_std residual_multiplier",
     "feedback.prefix": "exponent",
     "parallel": "collective_timeout_s",
+    "checkpoint": "lease_seconds",
     "optimizer": "lr muon_lr adam_eps",
 }
 NUMBERS_FROM_ZERO = {
@@ -60,6 +62,7 @@ SWITCHES = {
     "parallel": "sequence_parallel overlap_grad_reduce",
     "memory": "deallocate_pipeline_outputs",
     "data": "mmap eod_mask_loss reset_attention_mask reset_position_ids",
+    "checkpoint": "keep_best async_save verify_on_load",
     "logging": "tensorboard",
 }
 CHOICES = {
@@ -71,6 +74,7 @@ CHOICES = {
     "optimizer": "type sharding lr_decay_style muon_adjust_lr_fn",
     "data": "format",
     "data.tokenizer": "type",
+    "checkpoint": "resume async_failure",
 }
 
 
@@ -94,6 +98,8 @@ REFUSED = [
     ("training.z_loss", "to_fraction", 1.1),
     *cases({"feedback": "input_scale"}, 0.0, -1.0, NAN, INF, "1", True),
     *cases({"feedback.loss_weights": "warmup_steps"}, -1, 0.5, NAN, None),
+    *cases({"training": "wall_clock_limit_s"}, 0.0, -1.0, NAN, INF, "1", True),
+    *cases({"training.spikes": "loss_factor grad_norm_factor"}, 1.0, 0.0, -1.0, NAN, INF, "2", True),
     *cases({"run": "dir"}, "", "  ", 3, None),
     ("run", "seed", 2**32),
     ("feedback", "eval_passes", 17),
@@ -129,6 +135,10 @@ REFUSED = [
     ("data", "chat_template", "chat.jinja"),
     ("data.tokenizer", "path", ""),
     ("checkpoint", "init_from", " "),
+    ("checkpoint", "keep_every", 5),
+    ("checkpoint", "keep_best", True),
+    ("checkpoint", "allow_changes", ["data.path"]),
+    ("checkpoint", "allow_changes", "data.paths"),
     ("feedback", "schedule", "Full"),
     ("feedback", "schedule", None),
     ("feedback", "schedule", []),

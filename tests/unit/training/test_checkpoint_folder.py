@@ -5,17 +5,22 @@ import json
 import pytest
 
 from megatron_fbt.config.checkpoint import CheckpointConfig
+from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.manifest import check_sizes, hash_file
 from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.checkpoint_folder import CheckpointFolder
-from megatron_fbt.training.run_folder import TrainerState, latest_checkpoint, step_folder
+from megatron_fbt.training.resume import ResumePoint, latest_complete
+from megatron_fbt.training.run_folder import TrainerState, step_folder
 
 
 def publish(folder, step, content="weights"):
-    folder.make_room(step)
-    path = folder.temporary(step) / "tensors"
-    path.write_text(content)
-    return folder.publish(TrainerState(step=step), "model: {}\n", {"tensors": hash_file(path)}, {"layout": {"data": 2}})
+    temporary = folder.make_room(step)
+    (temporary / "tensors").write_text(content)
+    files = {"tensors": hash_file(temporary / "tensors")}
+    return folder.publish(
+        temporary, TrainerState(step=step), dump_yaml(PretrainConfig()), files, {"layout": {"data": 2}}
+    )
 
 
 def names(folder):
@@ -27,10 +32,10 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep_last, kept):
     folder = CheckpointFolder(tmp_path / "checkpoints", CheckpointConfig(keep_last=keep_last))
     for step in (2, 4, 6, 8):
         final = publish(folder, step)
-        assert latest_checkpoint(folder.folder) == final
+        assert latest_complete(folder.folder) == ResumePoint(final)
     assert names(folder.folder) == ["latest", *map(step_folder, kept)]
     assert json.loads((final / "trainer_state.json").read_text())["step"] == 8
-    assert (final / "config.yaml").read_text() == "model: {}\n"
+    assert (final / "config.yaml").read_text() == dump_yaml(PretrainConfig())
     manifest = check_sizes(final)
     assert (
         set(manifest.files) == {"tensors", "config.yaml", "trainer_state.json"} == set(names(final)) - {"manifest.json"}
@@ -41,7 +46,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep_last, kept):
 def test_the_checkpoint_that_the_tracker_names_is_never_removed(tmp_path):
     folder = CheckpointFolder(tmp_path, CheckpointConfig(keep_last=1))
     publish(folder, 8)
-    assert publish(folder, 4) == latest_checkpoint(tmp_path)
+    assert publish(folder, 4) == latest_complete(tmp_path).checkpoint
 
 
 def test_a_step_saved_again_replaces_the_old_one(tmp_path):
@@ -54,13 +59,12 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path):
 def test_what_an_interrupted_save_left_is_cleared_and_never_taken(tmp_path):
     folder = CheckpointFolder(tmp_path, CheckpointConfig(keep_last=1))
     good = publish(folder, 4)
-    folder.make_room(6)
-    (folder.temporary(6) / "half").write_text("")
-    assert latest_checkpoint(tmp_path) == good
+    (folder.make_room(6) / "half").write_text("")
+    assert latest_complete(tmp_path) == ResumePoint(good)
     publish(folder, 6)
     assert names(tmp_path) == ["latest", "step_00000006"] and not (tmp_path / "step_00000006" / "half").exists()
-    folder.make_room(8)
-    folder.give_up(8)
+    assert folder.make_room(8) != (last := folder.make_room(8)), "a left-over process must not write into it"
+    folder.give_up(last)
     assert names(tmp_path) == ["latest", "step_00000006"]
 
 

@@ -12,9 +12,7 @@ from megatron_fbt.errors import CheckpointError, ConfigError
 from megatron_fbt.training.run_folder import (
     TrainerState,
     changed_fields,
-    finished_checkpoint,
     initial_checkpoint,
-    latest_checkpoint,
     prepare_run_folder,
     read_trainer_state,
     refuse_another_model,
@@ -32,38 +30,12 @@ def write_checkpoint(folder, step, config=None):
     return checkpoint
 
 
-def test_the_tracker_decides_not_the_highest_number(tmp_path):
-    folder = tmp_path / "checkpoints"
-    assert latest_checkpoint(folder) is None
-    older, _ = write_checkpoint(tmp_path, 3), write_checkpoint(tmp_path, 20)
-    assert latest_checkpoint(folder).name == "step_00000020"
-    (folder / "latest").write_text("step_00000003")
-    assert latest_checkpoint(folder) == older and read_trainer_state(older).step == 3
-
-
-def test_an_incomplete_checkpoint_is_not_recommended(tmp_path):
-    write_checkpoint(tmp_path, 3)
-    (tmp_path / "checkpoints" / "step_00000009").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step_00000009")
-    with pytest.raises(CheckpointError, match="Write one of these into it: step_00000003; or"):
-        latest_checkpoint(tmp_path / "checkpoints")
-
-
 @pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "unheard_of": 1}', '{"step"'])
 def test_damaged_counters_are_named(tmp_path, content):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / "trainer_state.json").write_text(content)
     with pytest.raises(CheckpointError, match="step_00000003/trainer_state.json cannot be read"):
         read_trainer_state(checkpoint)
-
-
-def test_a_run_is_finished_when_its_checkpoint_reaches_the_length(tmp_path):
-    config = PretrainConfig()
-    config.run.dir = str(tmp_path)
-    assert finished_checkpoint(config, 1) is None
-    checkpoint = write_checkpoint(tmp_path, 8)
-    assert finished_checkpoint(config, 9) is None
-    assert finished_checkpoint(config, 8) == finished_checkpoint(config, 7) == checkpoint
 
 
 def test_changes_since_a_checkpoint_are_told_except_those_without_influence(tmp_path):

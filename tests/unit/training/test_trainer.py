@@ -32,6 +32,7 @@ class MarkedTrainer(Trainer):
         if begin:
             self.last_saved = Path(step_folder(begin))
         self.validator = SimpleNamespace(run=self._validate)
+        self.checkpointer = SimpleNamespace(pending=False, facts={})
         self.stops, self.bad, self.marks, self.clock = stops, bad, [], 0.0
 
     def _step(self, signals):
@@ -51,7 +52,7 @@ class MarkedTrainer(Trainer):
         self.marks.append(f"validate {self.state.step}")
         return {"validation_loss_pass_1": 2.5}
 
-    def _save(self, reporter):
+    def _save(self, reporter, background=False):
         self.marks.append(f"save {self.state.step}")
         self.last_saved = Path(step_folder(self.state.step))
 
@@ -60,11 +61,14 @@ class MarkedReporter:
     """Keeps (step, tokens, seconds) and the rows."""
 
     def __init__(self):
-        self.steps, self.rows = [], []
+        self.steps, self.rows, self.skips = [], [], []
 
     def step(self, row, tokens, seconds, state):
         self.steps.append((row["step"], tokens, seconds))
         self.rows.append(row)
+
+    def skipped(self, step, reason, first_sample, last_sample):
+        self.skips.append((step, first_sample, last_sample))
 
 
 @pytest.fixture
@@ -116,6 +120,7 @@ def test_bad_steps_in_a_row_end_the_run_after_their_rows_and_without_a_checkpoin
     with pytest.raises(BadNumbersError, match="3 steps in a row .*step 7; no checkpoint was written"):
         train(trainer)
     assert trainer.marks == [] and [row["step"] for row in trainer.reporter.rows] == list(range(1, 8))
+    assert trainer.reporter.skips == [(step, 8 * step - 8, 8 * step - 1) for step in (2, 3, 5, 6, 7)]
 
 
 def test_status_and_rows_after_a_resume(tmp_path, capsys):

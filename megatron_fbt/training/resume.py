@@ -1,0 +1,162 @@
+"""Where a run goes on: the checkpoint that `latest` names, or the one before if that is damaged.
+
+Whatever cannot be told for certain is an error: a run never starts again over an old one.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import List, Optional
+
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.manifest import check_sizes
+from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
+from megatron_fbt.training.run_folder import (
+    TRACKER,
+    checkpoints_folder,
+    read_trainer_state,
+    stored_phase_starts,
+    written_config,
+)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """From where a run goes on."""
+
+    checkpoint: Optional[Path] = None
+    """None = a new run."""
+    remarks: List[str] = field(default_factory=list)
+    """What the user should know about the choice."""
+
+
+def find_resume_point(config: PretrainConfig) -> ResumePoint:
+    """Where a run starts, by checkpoint.resume; sizes of files are checked, their content is not.
+
+    Raises:
+        CheckpointError: by checkpoint.resume there must or must not be a checkpoint; or it is not clear which one.
+    """
+    policy, folder = config.checkpoint.resume, checkpoints_folder(config)
+    if policy == "never":
+        _refuse_used_folder(Path(config.run.dir))
+        return ResumePoint()
+    point = latest_complete(folder)
+    if policy == "must" and point.checkpoint is None:
+        raise CheckpointError(
+            f"checkpoint.resume = 'must': there is no checkpoint in {folder}; set run.dir to the folder of the run, or "
+            "checkpoint.resume to auto to start a new one"
+        )
+    return point
+
+
+def _refuse_used_folder(run_dir: Path) -> None:
+    """What a run leaves in its folder once its processes have met."""
+    checkpoints = run_dir / "checkpoints"
+    found = sorted(str(path) for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
+    found += [str(run_dir / name) for name in ("config.yaml", "metrics.jsonl") if (run_dir / name).exists()]
+    if found:
+        raise CheckpointError(
+            f"checkpoint.resume = 'never': run.dir = {str(run_dir)!r} already holds {found[0]}; name a new folder, or "
+            "set checkpoint.resume to auto to go on from its checkpoint"
+        )
+
+
+def latest_complete(folder: Path) -> ResumePoint:
+    """The checkpoint that `latest` names; if files of it are missing or cut, the newest complete one before.
+
+    Args:
+        folder: <run.dir>/checkpoints.
+
+    Raises:
+        CheckpointError: there are checkpoints, but it is not clear from which one to go on.
+    """
+    steps = _steps(folder)
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return _without_tracker(folder, steps)
+    name = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if name not in steps:
+        raise CheckpointError(
+            f"{tracker} names {name[:80]!r}, which is not a checkpoint in {folder}. "
+            f"Write one of these into it: {_recommended(folder, steps)}; or choose another run.dir"
+        )
+    try:
+        check_complete(folder / name)
+    except DamagedCheckpointError as damage:
+        return checkpoint_before(folder / name, damage)
+    return ResumePoint(folder / name)
+
+
+def checkpoint_before(damaged: Path, damage: DamagedCheckpointError) -> ResumePoint:
+    """The newest complete checkpoint that is older than a damaged one.
+
+    Raises:
+        DamagedCheckpointError: the damage, if there is none.
+    """
+    remarks = [f"{damaged.name} cannot be used: {damage}"]
+    for name in reversed([step for step in _steps(damaged.parent) if step < damaged.name]):
+        try:
+            check_complete(damaged.parent / name)
+        except DamagedCheckpointError as error:
+            remarks.append(f"{name} cannot be used: {error}")
+            continue
+        return ResumePoint(damaged.parent / name, [*remarks, f"going back to {name}, the complete checkpoint before"])
+    raise damage
+
+
+def refuse_other_phases(config: PretrainConfig, planned: Optional[Path], checkpoint: Path) -> None:
+    """Refuse a checkpoint with another schedule of passes than the one that the plan was made for.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    expected = None if planned is None else stored_phase_starts(config, planned)
+    if expected != stored_phase_starts(config, checkpoint):
+        raise CheckpointError(
+            f"going on from {checkpoint}, the phases of feedback.schedule start elsewhere than planned; have it named "
+            f"by {checkpoint.parent / TRACKER} and start again"
+        )
+
+
+def check_complete(checkpoint: Path) -> None:
+    """See that all files of a checkpoint are there in their sizes, and that the small ones can be read.
+
+    Raises:
+        DamagedCheckpointError: naming the file.
+    """
+    check_sizes(checkpoint)
+    try:
+        read_trainer_state(checkpoint)
+        written_config(checkpoint)
+    except CheckpointError as error:
+        raise DamagedCheckpointError(str(error)) from error
+
+
+def _steps(folder: Path) -> List[str]:
+    return sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
+
+
+def _without_tracker(folder: Path, steps: List[str]) -> ResumePoint:
+    """A kill may have come between the first checkpoint and the first tracker; anything else is unclear."""
+    if not steps:
+        return ResumePoint()
+    if len(steps) == 1 and _is_complete(folder / steps[0]):
+        return ResumePoint(
+            folder / steps[0], [f"{folder / TRACKER} is missing; {steps[0]} is complete and the only checkpoint"]
+        )
+    raise CheckpointError(
+        f"{folder / TRACKER} is missing, but {folder} holds checkpoints. To resume, write one name into it, such as "
+        f"{_recommended(folder, steps)}; to start afresh, choose another run.dir"
+    )
+
+
+def _recommended(folder: Path, steps: List[str]) -> str:
+    return ", ".join(step for step in steps if _is_complete(folder / step)) or "there is none"
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        check_complete(checkpoint)
+    except DamagedCheckpointError:
+        return False
+    return os.path.isdir(checkpoint)
