@@ -87,7 +87,7 @@ def test_tools_have_the_options(help_of, line):
     options = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
     known = set(re.findall(r"--\w+", help_of(tool)))
     assert options and options <= known or tool == "tools/corpus_entropy.py"
-    assert "example:" in help_of(tool)
+    assert re.search(r"^examples?:", help_of(tool), re.MULTILINE)
 
 
 def test_every_other_command_is_known(repository):
