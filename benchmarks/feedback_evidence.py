@@ -128,8 +128,7 @@ def execute(folder: Path, runs: Sequence[Run], size: Size, workers: int) -> List
         sources = sorted({(run.experiment, run.seed) for run in runs})
         for done in [pool.submit(prepare, folder, *source, size) for source in sources]:
             done.result()
-        longest_first = sorted(runs, key=lambda run: run.experiment != BYTES)
-        submitted = {pool.submit(train_and_measure, folder, run, size): run for run in longest_first}
+        submitted = {pool.submit(train_and_measure, folder, run, size): run for run in runs}
         results = {}
         for number, done in enumerate(as_completed(submitted), start=1):
             run = submitted[done]
