@@ -12,6 +12,8 @@ from megatron_fbt.errors import CheckpointError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
 
 STOCK_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SLIDING = "sliding_attention"
+"""What transformers calls a layer with a window."""
 LONGEST_ROW = 4096
 """Longest data.sequence_length that a stock model's max_position_embeddings becomes by itself."""
 
@@ -150,24 +152,23 @@ def _rope(hf: PretrainedConfig) -> Dict[str, Any]:
 def _windows(hf: PretrainedConfig) -> List[bool]:
     """For every layer, whether it has a sliding window."""
     count, window = hf.num_hidden_layers, getattr(hf, "sliding_window", None)
-    types = getattr(hf, "layer_types", None)
     if hf.model_type == "llama" or window is None:
         return [False] * count
-    return [window is not None] * count if types is None else [kind == "sliding_attention" for kind in types]
+    if hf.model_type == "mistral":
+        return [True] * count
+    return [kind == SLIDING for kind in hf.layer_types]
 
 
 def _skip_freq(windows: List[bool]) -> Optional[int]:
-    """n such that every n-th layer (counted from 1) has no window and every other one has; None if all have one.
+    """n such that every n-th layer (counted from 1) has no window and every other one has.
 
-    Raises:
-        ValueError: There is no such number.
+    Returns:
+        None if all have one; 0 if there is no such number.
     """
     if all(windows):
         return None
     first = windows.index(False) + 1
-    if [number % first != 0 for number in range(1, len(windows) + 1)] != windows:
-        raise ValueError("no period")
-    return first
+    return first if [number % first != 0 for number in range(1, len(windows) + 1)] == windows else 0
 
 
 def _unsupported(hf: PretrainedConfig, tree: Dict[str, Any]) -> List[str]:
@@ -187,18 +188,19 @@ def _unsupported(hf: PretrainedConfig, tree: Dict[str, Any]) -> List[str]:
         refuse("architectures", heads, "give a ...ForCausalLM, with an output head over the vocabulary")
     if hf.hidden_act not in ("silu", "swish"):
         refuse("hidden_act", hf.hidden_act, "layers here have silu")
-    if getattr(hf, "attention_bias", False):
+    if hf.model_type in ("llama", "qwen3") and hf.attention_bias:  # the other families do not read it
         refuse("attention_bias", True, "biases on the attention's output have no place here")
-    if getattr(hf, "mlp_bias", False):
+    if hf.model_type == "llama" and hf.mlp_bias:
         refuse("mlp_bias", True, "MLPs here have no biases")
     rope = _rope(hf)
     if rope["rope_type"] != "default":
         refuse("rope_scaling", rope, "the rotary embedding here has a base (model.rotary_base) and no scaling")
     if rope["partial_rotary_factor"] != 1:
         refuse("partial_rotary_factor", rope["partial_rotary_factor"], "the rotary embedding here turns whole heads")
-    try:
-        _skip_freq(_windows(hf)) if any(_windows(hf)) else None
-    except ValueError:
+    windows, types = _windows(hf), getattr(hf, "layer_types", None)
+    if hf.model_type == "mistral" and types is not None and [kind == SLIDING for kind in types] != windows:
+        refuse("layer_types", types, f"a mistral has sliding_window = {hf.sliding_window} in every layer or in none")
+    elif any(windows) and _skip_freq(windows) == 0:
         why = f"the layers without the window of {hf.sliding_window} are not every n-th one (window_attn_skip_freq)"
-        refuse("layer_types", list(hf.layer_types), why)
+        refuse("layer_types", types, why)
     return problems

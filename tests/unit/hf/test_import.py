@@ -283,6 +283,16 @@ def test_windows_that_skip_every_nth_layer(tmp_path, types, window, skip):
     assert (model.sliding_window, model.window_attn_skip_freq) == (window, skip)
 
 
+def test_what_a_family_does_not_read_is_not_refused(tmp_path):
+    for family, fields in (("qwen2 tied", {"attention_bias": True}), ("mistral", {"layer_types": [SLIDING] * 4})):
+        folder = write_source(tmp_path / family, make_source(family))
+        change_config(folder, **fields)
+        import_model(folder, tmp_path / f"made {family}")
+    change_config(folder, layer_types=[SLIDING, FULL] * 2)
+    with pytest.raises(CheckpointError, match="layer_types = .*sliding_window = 6 in every layer or in none"):
+        import_model(folder, tmp_path / "no")
+
+
 def test_files_that_can_hold_code_are_not_read(tmp_path, stock):
     class Bomb:
         def __reduce__(self):
