@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
 from megatron_fbt.config.data import TokenizerConfig
+from megatron_fbt.data.huggingface_files import make_portable
 from megatron_fbt.errors import ConfigError, DataError
 
 SPACE_SYMBOL = "\u2581"
@@ -291,6 +292,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.saved_chat_template is not None:
             self._tokenizer.chat_template = self.saved_chat_template
         self._tokenizer.save_pretrained(str(folder))
+        make_portable(Path(folder))
 
 
 def _load_fast_tokenizer(folder: Path):

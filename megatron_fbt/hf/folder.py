@@ -24,9 +24,12 @@ TOKENIZER_FOLDER = "tokenizer"
 def check_output(output: Path, force: bool) -> None:
     """Refuse an output that is in use; with `force`, only another export may be replaced.
 
+    What interrupted exports to the same place have left behind goes first, or comes back.
+
     Raises:
         ConfigError: The folder may not be written.
     """
+    _sweep(output)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not force:
@@ -47,11 +50,7 @@ def is_export(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def partial_folder(output: Path) -> Iterator[Path]:
-    """A new folder beside `output`; removed at the end unless it has been moved.
-
-    What interrupted exports to the same place have left behind is removed first.
-    """
-    _sweep(output)
+    """A new folder beside `output`; removed at the end unless it has been moved."""
     partial = output.with_name(f".{output.name}.partial-{_owner()}")
     try:
         partial.mkdir(parents=True)
