@@ -98,16 +98,22 @@ class HashingFile:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and hash of a file as it is on the disk.
+    """Size and hash of a file as it is on the disk; a block is hashed while the next one is read.
 
     Raises:
         OSError: it cannot be read.
     """
-    digest, size, buffer = hashlib.new(HASH), 0, bytearray(BLOCK)
+    digest, size = hashlib.new(HASH), 0
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
+        length = min(BLOCK, os.fstat(file.fileno()).st_size + 1)
+        block, other = bytearray(length), bytearray(length)
+        with ThreadPoolExecutor(1) as reader:
+            count = file.readinto(block)
+            while count:
+                following = reader.submit(file.readinto, other)
+                digest.update(memoryview(block)[:count])
+                size += count
+                count, block, other = following.result(), other, block
     return FileEntry(size, digest.hexdigest())
 
 

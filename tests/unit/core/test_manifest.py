@@ -24,6 +24,14 @@ def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
     assert file.entry == FileEntry(7004, hashlib.sha256(whole).hexdigest()) == hash_file(tmp_path / "file")
 
 
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 2000, 4500])
+def test_a_file_is_hashed_block_by_block(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(manifest, "BLOCK", 1000)
+    content = os.urandom(size)
+    (tmp_path / "file").write_bytes(content)
+    assert hash_file(tmp_path / "file") == FileEntry(size, hashlib.sha256(content).hexdigest())
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     (tmp_path / "tensors").write_bytes(b"0123456789")
