@@ -5,8 +5,9 @@ example:
   python tools/task_accuracy.py --model runs/why_feedback/fbt/export --baseline runs/why_feedback/standard/export \
       --output runs/why_feedback
 
-Answers are written greedily after a plain prompt, on rows that no run was trained on. Writes task_accuracy.json and
-task_accuracy.png, whose last panel shows the accuracy of 1, 2, 3, ... parallel passes over the true answer.
+Answers are written greedily after a plain prompt, on rows that no run was trained on. The last line of the table has
+the accuracy of 1, 2, 3, ... parallel passes that read the true answers. Writes task_accuracy.json and
+task_accuracy.png.
 Exit codes: 0 done, 2 options, 4 model folder.
 """
 

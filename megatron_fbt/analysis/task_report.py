@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import torch
@@ -59,7 +60,7 @@ def measure(options: TaskReportOptions) -> Dict[str, Any]:
         "given_answers": {str(k): asdict(accuracy) for k, accuracy in by_passes.items()},
     }
     replace_file(folder / "task_accuracy.json", json.dumps(report, indent=1) + "\n")
-    draw(options, found, by_passes, folder / "task_accuracy.png")
+    draw(options, found, folder / "task_accuracy.png")
     return report
 
 
@@ -80,25 +81,19 @@ def make_rows(task: str, rows: int, length: int, seed: int) -> TaskRows:
         raise ConfigError(str(error)) from error
 
 
-def draw(options: TaskReportOptions, found: Dict[str, Accuracy], by_passes: Dict[int, Accuracy], path: Any) -> None:
-    """Accuracy along the answer, whole answers, and accuracy by parallel passes."""
-    title = f"{options.task}: {options.rows:,} answers of {len(next(iter(found.values())).by_position)} tokens"
-    figure, (along, whole, passes) = new_figure(3, f"{title}, written freely after a plain prompt")
+def draw(options: TaskReportOptions, found: Dict[str, Accuracy], path: Path) -> None:
+    """Accuracy along the answer, and whole answers."""
+    length = len(next(iter(found.values())).by_position)
+    title = f"{options.task}: {options.rows:,} answers of {length} tokens, written freely after a plain prompt"
+    figure, (along, whole) = new_figure(2, title)
     for color, (name, accuracy) in zip(COLORS, found.items()):
-        steps = range(1, len(accuracy.by_position) + 1)
-        along.plot(steps, accuracy.by_position, color=color, marker="o", markersize=4, label=name)
-    along.set(xlabel="token of the answer", ylabel="right tokens", ylim=(0.4, 1.02), title="token by token")
+        along.plot(range(1, length + 1), accuracy.by_position, color=color, marker="o", markersize=4, label=name)
+    along.set(xlabel="token of the answer", ylabel="right tokens", ylim=(0, 1.04), title="token by token")
     along.legend(loc="lower left")
-    bars = whole.bar(
-        list(found), [accuracy.whole for accuracy in found.values()], color=COLORS[: len(found)], width=0.6
-    )
+    shares = [accuracy.whole for accuracy in found.values()]
+    bars = whole.bar(list(found), shares, color=COLORS[: len(found)], width=0.6)
     whole.bar_label(bars, fmt="{:.1%}", padding=2)
     whole.set(ylabel="answers without a mistake", ylim=(0, 1.08), title="whole answers")
-    shown = {k: accuracy.tokens for k, accuracy in by_passes.items()}
-    passes.plot(list(shown), list(shown.values()), color=COLORS[0], marker="o", markersize=4, label="FBT")
-    passes.set(xscale="log", xlabel="parallel passes over the true answer", ylabel="right tokens")
-    passes.set(title="by number of passes", ylim=(0.4, 1.02), xticks=list(shown), xticklabels=list(map(str, shown)))
-    passes.minorticks_off()
     save(figure, path)
 
 
@@ -108,4 +103,6 @@ def describe(report: Dict[str, Any]) -> str:
     lines: List[str] = [f"{'':<{width}}  right tokens  whole answers right"]
     for name, accuracy in report["generated"].items():
         lines.append(f"{name:<{width}}  {accuracy['tokens']:>12.1%}  {accuracy['whole']:>19.1%}")
+    shown = ", ".join(f"{passes}: {accuracy['tokens']:.1%}" for passes, accuracy in report["given_answers"].items())
+    lines.append(f"FBT reading the true answers, right tokens by parallel passes: {shown}")
     return "\n".join(lines)

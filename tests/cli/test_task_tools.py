@@ -65,7 +65,7 @@ def test_answers_of_two_models(tool, folder, tmp_path, capsys):
     assert list(report["given_answers"]) == ["1", "2", "3", "4", "6", "8"]
     assert tool("task_accuracy").main([*arguments[:2], "--rows", "20", "--length", "8", "--output", str(output)]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert [line[:15].strip() for line in table] == ["", "FBT, SOFT", "FBT, STANDARD"]
+    assert [line[:13].strip() for line in table] == ["", "FBT, SOFT", "FBT, STANDARD", "FBT reading t"]
 
 
 def test_a_folder_without_a_model_is_refused(tool, tmp_path, capsys):
