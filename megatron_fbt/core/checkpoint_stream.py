@@ -49,7 +49,7 @@ def stream_tensors(
 
     Args:
         sources: By name.
-        folder: Exists and is empty.
+        folder: Exists and holds no tensors.
         progress: Told the bytes of each tensor before it is written.
 
     Returns:

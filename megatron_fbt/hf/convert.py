@@ -10,7 +10,7 @@ from megatron_fbt.core.tensor_reader import TensorReader
 from megatron_fbt.data.chat import chat_template
 from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.hf.export import ExportOptions, export_model
-from megatron_fbt.hf.folder import TOKENIZER_FOLDER, check_output
+from megatron_fbt.hf.folder import check_output, tokenizer_files
 from megatron_fbt.hf.stock import has_stock_class
 from megatron_fbt.hf.weights import VOCABULARY_TABLES, parse_dtype
 from megatron_fbt.training.run_folder import (
@@ -69,8 +69,8 @@ def convert_checkpoint(
     if conversion.tokenizer_path is not None:
         config.data.tokenizer.path = conversion.tokenizer_path
     elif config.data.tokenizer.path is not None and not Path(config.data.tokenizer.path).exists():
-        own = step / TOKENIZER_FOLDER  # of an imported model that has moved
-        config.data.tokenizer.path = str(own) if own.is_dir() else config.data.tokenizer.path
+        if tokenizer_files(step):  # an imported model that has moved
+            config.data.tokenizer.path = str(step)
     tokenizer = run_tokenizer(config)
     if config.data.format == "conversations":
         tokenizer.saved_chat_template = chat_template(config.data, tokenizer)

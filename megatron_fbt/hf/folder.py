@@ -10,15 +10,24 @@ import os
 import shutil
 import socket
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, List
 
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
 
 REPORT_FILE = "fbt_export.json"
 """Says that a folder is an export, and what was exported."""
-TOKENIZER_FOLDER = "tokenizer"
-"""Where a checkpoint made of a Hugging Face folder keeps the tokenizer."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""What a tokenizer consists of; a checkpoint made of a Hugging Face folder holds them too."""
 
 
 def check_output(output: Path, force: bool) -> None:
@@ -46,6 +55,11 @@ def is_export(folder: Path) -> bool:
         )
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def tokenizer_files(folder: Path) -> List[str]:
+    """The files of a tokenizer that a folder holds."""
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 @contextlib.contextmanager

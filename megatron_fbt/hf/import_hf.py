@@ -18,7 +18,7 @@ from megatron_fbt.core.manifest import write_manifest
 from megatron_fbt.core.optimizer_state import MASTER
 from megatron_fbt.data.tokenizer import HuggingFaceTokenizer
 from megatron_fbt.errors import CheckpointError, ConfigError, DataError
-from megatron_fbt.hf.folder import TOKENIZER_FOLDER, move_into_place, partial_folder
+from megatron_fbt.hf.folder import move_into_place, partial_folder, tokenizer_files
 from megatron_fbt.hf.source_config import Source, read_source
 from megatron_fbt.hf.source_weights import CanonicalSource, SafetensorsFolder, root_mean_square
 from megatron_fbt.hf.stream import ByteProgress
@@ -28,16 +28,6 @@ from megatron_fbt.training.run_folder import CONFIG_FILE, STATE_FILE, TrainerSta
 
 IMPORT_FILE = "import.json"
 """What the checkpoint was made from; marks a folder that --force may replace."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 
 
 def import_model(
@@ -130,21 +120,19 @@ def _take_tokenizer(folder: Path, partial: Path, output: Path, config: PretrainC
         DataError: The tokenizer cannot be read.
         CheckpointError: It has more entries than the embedding.
     """
-    files, rows = [name for name in TOKENIZER_FILES if (folder / name).is_file()], config.model.vocab_size
+    files, rows = tokenizer_files(folder), config.model.vocab_size
     if not files:
         return rows
-    copy = partial / TOKENIZER_FOLDER
-    copy.mkdir()
     for name in files:
-        shutil.copyfile(folder / name, copy / name)
+        shutil.copyfile(folder / name, partial / name)
     try:
-        entries = HuggingFaceTokenizer(copy).vocab_size
+        entries = HuggingFaceTokenizer(partial).vocab_size
     except DataError as error:
-        raise DataError(str(error).replace(str(copy), str(folder))) from error
+        raise DataError(str(error).replace(str(partial), str(folder))) from error
     if entries > rows:
         raise CheckpointError(f"{folder}: its tokenizer has {entries} entries, its embedding {rows} rows. Correct it.")
     config.data.tokenizer.type = "huggingface"
-    config.data.tokenizer.path = str(output / TOKENIZER_FOLDER)
+    config.data.tokenizer.path = str(output)
     return entries
 
 
@@ -173,7 +161,7 @@ def _write(
     }
     for name, text in texts.items():
         (partial / name).write_text(text, encoding="utf-8")
-        files[name] = finished_file(partial / name)
+    files.update({name: finished_file(partial / name) for name in (*texts, *tokenizer_files(partial))})
     write_manifest(partial, files, {"step": 0})
 
 

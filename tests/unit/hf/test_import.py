@@ -16,6 +16,7 @@ from megatron_fbt.errors import CheckpointError, ConfigError, DataError
 from megatron_fbt.hf.convert import Conversion, convert_checkpoint
 from megatron_fbt.hf.import_hf import import_model
 from megatron_fbt.training.checkpoint import read_weights
+from megatron_fbt.training.integrity import find_damage
 from megatron_fbt.training.run_folder import find_step_folder
 from tests.unit.hf.exports import LetterTokenizer, load, make_model
 from tests.unit.hf.reference import random_weights, tiny_config
@@ -95,7 +96,7 @@ def test_the_configuration_is_complete(tmp_path):
     validate_config(parsed)
     assert parsed.checkpoint.init_from == str(tmp_path / "made") and parsed.feedback.schedule == "full"
     assert parsed.model == config.model and find_step_folder(tmp_path / "made") == tmp_path / "made"
-    assert parsed.data.tokenizer.path == str(tmp_path / "made" / "tokenizer")
+    assert parsed.data.tokenizer.path == str(tmp_path / "made")
 
 
 def test_long_contexts_are_cut_to_rows_that_can_be_trained(tmp_path):
@@ -174,6 +175,13 @@ def test_an_export_comes_back_bit_for_bit(tmp_path, fields, fusion, dtype):
     assert back.feedback.fusion == fusion and back.feedback.validation_passes == config.feedback.validation_passes
     for name, weight in random_weights(config).items():
         assert torch.equal(weights[name].float(), weight.to(dtype).float()), name
+
+
+def test_the_manifest_covers_everything(tmp_path, stock):
+    import_model(stock, tmp_path / "made")
+    assert find_damage(tmp_path / "made") == []
+    (tmp_path / "made" / "tokenizer.json").write_text("{}")
+    assert len(find_damage(tmp_path / "made")) == 1
 
 
 def test_master_weights_are_the_weights(tmp_path):
