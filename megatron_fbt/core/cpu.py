@@ -73,6 +73,8 @@ def enable_cpu_mode() -> bool:
         return True
     import megatron.core.tensor_parallel.random as mcore_random
 
+    with torch.device("cpu"):  # makes PyTorch list its factories now: a default device works on the plain ones alone
+        torch.empty(0)
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _keep_sent_storage()

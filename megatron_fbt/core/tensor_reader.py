@@ -1,7 +1,8 @@
 """Rows of a checkpoint's tensors, read one piece at a time: memory does not grow with the tensors.
 
 Each stored chunk of a tensor is a torch.save archive inside a larger file. The archive holds the elements uncompressed,
-so that a row range is one stretch of bytes in the file.
+so that a row range is one stretch of bytes in the file, and their check sum, which is compared at the first read. (The
+manifest's hashes are those of whole files, with the optimizer's states: several times as much to read.)
 """
 
 import pickle
@@ -20,6 +21,9 @@ from megatron_fbt.errors import CheckpointError
 
 _LOCAL_HEADER = 30
 """Bytes of a zip entry's own header, before its name and extra field."""
+
+
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,9 @@ def _data_begin(archive: _FileSlice, sizes: Tuple[int, ...], size: int) -> Optio
             return None
         if layout != (0, sizes, torch.empty(sizes, device="meta").stride()):
             return None
+        with listing.open(data) as content:
+            while content.read(_BLOCK):  # raises BadZipFile at the end if the check sum is another
+                pass
         archive.seek(data.header_offset)
         header = archive.read(_LOCAL_HEADER)
         names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")

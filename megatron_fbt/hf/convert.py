@@ -2,8 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Optional, Union
+
+import torch
 
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.tensor_reader import TensorReader
@@ -85,8 +88,18 @@ def convert_checkpoint(
     )
     vocab_size = config.model.vocab_size
     first_rows = {} if vocab_size is None else {name: vocab_size for name in VOCABULARY_TABLES}
+    if conversion.verify:
+        options.verify = partial(_verify, step, config, tokenizer.eod, options.dtype)
     report = export_model(TensorReader(step, first_rows), config, tokenizer, output, options)
     return {"checkpoint": str(step), **report}
+
+
+def _verify(
+    step: Path, config: PretrainConfig, eod: int, dtype: torch.dtype, folder: Path, exported: Any, rounded: bool
+) -> Dict[str, Any]:
+    from megatron_fbt.hf.verify import verify_export  # here: without it an export needs much less memory
+
+    return verify_export(folder, exported, step, config, eod, dtype, rounded)
 
 
 def default_format(config: PretrainConfig, state: Optional[TrainerState]) -> str:

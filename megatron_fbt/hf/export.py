@@ -82,7 +82,8 @@ class ExportOptions:
         format: "fbt": this package's own code in the folder; "llama": plain mode as a class of transformers itself.
         max_shard_size: Larger models are written in several files and an index.
         force: Replace an earlier export in the output folder.
-        verify: Called with the unfinished folder and its configuration; its report goes into the export.
+        verify: Called with the unfinished folder, its configuration and whether weights were rounded; its report goes
+            into the export.
         state: Counters of the run, for the model card.
     """
 
@@ -90,7 +91,7 @@ class ExportOptions:
     format: str = "fbt"
     max_shard_size: str = "5GB"
     force: bool = False
-    verify: Optional[Callable[[Path, PretrainedConfig], Dict[str, Any]]] = None
+    verify: Optional[Callable[[Path, PretrainedConfig, bool], Dict[str, Any]]] = None
     state: Optional[TrainerState] = None
 
 
@@ -177,8 +178,12 @@ def export_model(
         with partial_folder(output) as partial:
             write_weights(source, plan, options.dtype, partial)
             tokenizer.save_for_huggingface(partial)
+            eod = form.config.eos_token_id
+            GenerationConfig(eos_token_id=eod, pad_token_id=eod).save_pretrained(partial)
+            for name in form.code:
+                shutil.copyfile(Path(__file__).with_name(name), partial / name)
             if options.verify is not None:
-                report["verification"] = options.verify(partial, form.config)
+                report["verification"] = options.verify(partial, form.config, _rounded(source, form, options.dtype))
             _write_texts(partial, form, config, options, report)
             move_into_place(partial, output)
     except OSError as error:
@@ -189,14 +194,17 @@ def export_model(
     return {"output": str(output), **report, "bytes": size, "files": files}
 
 
+def _rounded(source: Any, form: Form, dtype: torch.dtype) -> bool:
+    """Whether an exported tensor differs from the stored one by more than its number format's width."""
+    folded = any(row_map.unit_rms is not None or row_map.factor != 1 for row_map in form.row_maps)
+    narrower = any(torch.promote_types(source.dtypes[row_map.source], dtype) != dtype for row_map in form.row_maps)
+    return narrower or (folded and dtype != torch.float32)
+
+
 def _write_texts(
     folder: Path, form: Form, config: PretrainConfig, options: ExportOptions, report: Dict[str, Any]
 ) -> None:
-    """Everything beside weights and tokenizer; config.json last: without it nothing loads the folder."""
-    eod = form.config.eos_token_id
-    GenerationConfig(eos_token_id=eod, pad_token_id=eod).save_pretrained(folder)
-    for name in form.code:
-        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+    """Model card, report and configuration, this last: without it nothing loads the folder."""
     (folder / "README.md").write_text(model_card(form.config, config, options.state, report), encoding="utf-8")
     (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     form.config.save_pretrained(folder)

@@ -62,7 +62,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{trust})
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})
 prompt = tokenizer("A prompt", return_tensors="pt", add_special_tokens=False)
-output = model.generate(**prompt, {regime}max_new_tokens=64)
+output = model.generate(prompt.input_ids, {regime}max_new_tokens=64)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
 WITH_IDS = """\
 import torch

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.manifest import hash_file, write_manifest
 
 
 def write_checkpoint(folder: Path, weights: Dict[str, Tensor], config: PretrainConfig, state: Optional[dict] = None):
@@ -20,12 +21,7 @@ def write_checkpoint(folder: Path, weights: Dict[str, Tensor], config: PretrainC
     torch_checkpoint.save(tensors, storage_writer=writer, no_dist=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     torch.save({}, folder / "common.pt")
-    try:
-        from megatron_fbt.core.manifest import hash_file, write_manifest
-    except ImportError:
-        pass
-    else:
-        write_manifest(folder, {path.name: hash_file(path) for path in folder.iterdir()}, {})
+    write_manifest(folder, {path.name: hash_file(path) for path in folder.iterdir()}, {})
     (folder / "config.yaml").write_text(dump_yaml(config))
     if state is not None:
         (folder / "trainer_state.json").write_text(json.dumps(state))
