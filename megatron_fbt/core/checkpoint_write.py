@@ -53,6 +53,8 @@ class HashingFileSystem(FileSystem):
         file = HashingFile(open(path, mode, buffering=0))
         try:
             yield file
+        except Exception as error:
+            raise file.failure or error from None
         finally:
             file.close()
         self.entries[Path(path).name] = file.entry

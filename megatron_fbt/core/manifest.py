@@ -52,6 +52,8 @@ class HashingFile:
     def __init__(self, file: BinaryIO):
         self._file, self._hash, self._size = file, hashlib.new(HASH), 0
         self._pool: Optional[ThreadPoolExecutor] = None
+        self.failure: Optional[OSError] = None
+        """Why a write failed; torch's own error would say that a position is unexpected."""
 
     def write(self, data: Union[bytes, memoryview]) -> int:
         """Append a block."""
@@ -70,8 +72,12 @@ class HashingFile:
         return len(block)
 
     def _write_all(self, block: memoryview) -> None:
-        while block:
-            block = block[self._file.write(block) :]
+        try:
+            while block:
+                block = block[self._file.write(block) :]
+        except OSError as error:
+            self.failure = error
+            raise
 
     def tell(self) -> int:
         """Bytes written so far."""

@@ -1,5 +1,6 @@
 """What the measured numbers of a step say about feedback: gains over the plain pass, and warnings."""
 
+import math
 from typing import Dict, List, Mapping, Optional, Sequence
 
 from megatron_fbt.config.feedback import FeedbackConfig
@@ -30,12 +31,20 @@ def warnings(row: Mapping[str, Optional[float]], config: FeedbackConfig) -> List
             f"{trained:.4f} after {config.max_passes} passes (feedback.sequential_eval.margin = "
             f"{config.sequential_eval.margin:g}); train more batches with three passes or more"
         )
+    for name, fused in row.items():
+        if name.startswith("validation_loss_fused_") and None not in (soft, fused):
+            if fused - soft > config.sequential_eval.margin:
+                found.append(
+                    f"prompts are better left plain: loss {fused:.4f} after fused passes over the prompt, {soft:.4f} "
+                    "after a plain one (decode in SOFT); prompts were not fused in training"
+                )
     return found
 
 
 def last_pass_validation(row: Mapping[str, Optional[float]]) -> Optional[float]:
-    """Validation loss of the largest number of passes in a row of metrics.jsonl; None where nothing was measured."""
+    """Validation loss of the largest number of passes in a row of metrics.jsonl; None where none or no number is."""
     k = 1
     while row.get(f"validation_loss_pass_{k + 1}") is not None:
         k += 1
-    return row.get(f"validation_loss_pass_{k}")
+    loss = row.get(f"validation_loss_pass_{k}")
+    return loss if loss is not None and math.isfinite(loss) else None

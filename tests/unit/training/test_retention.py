@@ -5,6 +5,7 @@ import pytest
 from megatron_fbt.config.checkpoint import CheckpointConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import ConfigError
+from megatron_fbt.training.health import last_pass_validation
 from megatron_fbt.training.retention import expendable
 from tests.unit.training.checkpoints import publish
 
@@ -41,6 +42,12 @@ def test_validation_losses_are_those_of_the_manifests(tmp_path):
     publish(tmp_path, 10, config, facts={"validation_loss": 4.5})
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step_00000005", "step_00000008", "step_00000010"]
+
+
+def test_the_loss_of_a_checkpoint_is_that_of_the_last_pass():
+    row = {f"validation_loss_pass_{k}": 4.0 - k for k in (1, 2, 3)}
+    assert last_pass_validation(row) == 1.0 and last_pass_validation({"loss": 1.0}) is None
+    assert last_pass_validation({**row, "validation_loss_pass_3": float("nan")}) is None
 
 
 @pytest.mark.parametrize("options", [{"keep_every": 5}, {"keep_best": True}])
