@@ -14,13 +14,21 @@ from megatron_fbt.versions import check_megatron_core_version
 def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     """Print the plan of a validated configuration, as a table or, with options.json, as one JSON object.
 
+    A run folder that holds a checkpoint gives the plan of its resume.
+
     Raises:
+        CheckpointError: if the run folder's checkpoints cannot be read.
         ConfigError: if Megatron-Core's version is not supported or the vocabulary is not known.
         DataError: if the tokenizer cannot be read.
     """
     check_megatron_core_version()
     world_size = resolve_world_size(config, os.environ, dry_run=True)
-    plan = make_plan(config, world_size, planned_vocab_size(config))
+    from megatron_fbt.training.resume import find_resume_point
+    from megatron_fbt.training.run_folder import stored_phase_starts
+
+    checkpoint = find_resume_point(config).checkpoint
+    phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
+    plan = make_plan(config, world_size, planned_vocab_size(config), phase_starts)
     print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.describe())
 
 

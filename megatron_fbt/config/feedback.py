@@ -230,6 +230,8 @@ class FeedbackConfig(Section):
             found += [problem for phase in phases for problem in phase]
             if not any(phases):
                 self._schedule_rules(rules)
+        if rules.usable("schedule") and not found:
+            self._sequential_rules(rules)
         if rules.usable("schedule", "loss_weights") and not found:
             found += self._weight_problems()
         return rules.problems + found
@@ -243,6 +245,20 @@ class FeedbackConfig(Section):
             rules.add("schedule", f"the first phase starts at {starts[0]}", "let it start with from_fraction: 0")
         elif any(a >= b for a, b in itertools.pairwise(starts)):
             rules.add("schedule", f"the phases start at {starts}", "sort them by from_fraction, each value once")
+
+    def _sequential_rules(self, rules: Rules) -> None:
+        """More passes than were trained stand for the recurrence, and some of them are left for what is generated."""
+        passes, prompt = self.sequential_passes, self.sequential_eval.fused_passes
+        if 0 < passes <= self.max_passes:
+            rules.problems.append(
+                f"feedback.sequential_eval.passes = {passes}: no more than the {self.max_passes} passes that are "
+                f"trained; give at least {self.max_passes + 1}, or 0 for no sequential validation"
+            )
+        elif 0 < passes < prompt + 2:
+            rules.problems.append(
+                f"feedback.sequential_eval.fused_passes = {prompt}: leaves none of feedback.sequential_eval.passes = "
+                f"{passes} to iterate what is generated; give at most {passes - 2}"
+            )
 
     def _weight_problems(self) -> List[str]:
         """Relative weights exist for every extra pass that can be drawn, and do not vanish together."""

@@ -74,6 +74,26 @@ def check_option_names(argv: List[str], flags: Iterable[str]) -> None:
     raise_problems([f"{name}: unknown option; {suggest(name, known)}" for name in given if name not in known])
 
 
+def check_option_values(argv: List[str]) -> None:
+    """Check what the parser would complete or round without a word: lists of sections on a command line.
+
+    Raises:
+        ConfigError: naming each key that is unknown, missing or of a wrong type.
+    """
+    types, problems = field_types(), []
+    for arg, following in zip(argv, [*argv[1:], ""]):
+        name, equals, value = arg.removeprefix("--").partition("=")
+        hint = types.get(name) if arg.startswith("--") else None
+        if hint is None or "List" not in str(hint):
+            continue
+        try:
+            tree = yaml.load(value if equals else following, Loader=UniqueKeyLoader)
+        except yaml.YAMLError:
+            continue  # the parser says what is wrong
+        problems += _tree_problems(tree, hint, name) if isinstance(tree, list) else []
+    raise_problems(problems)
+
+
 def _tree_problems(tree: Any, hint: Any, prefix: str) -> List[str]:
     """Keys of a parsed file that are no fields, and sections that are no mappings; values are checked elsewhere."""
     if get_origin(hint) is Union and isinstance(tree, list):
@@ -81,6 +101,9 @@ def _tree_problems(tree: Any, hint: Any, prefix: str) -> List[str]:
     if get_origin(hint) is list and isinstance(tree, list):
         item = get_args(hint)[0]
         return [p for index, entry in enumerate(tree) for p in _tree_problems(entry, item, f"{prefix}[{index}]")]
+    if get_origin(hint) is dict and get_args(hint)[0] is int and isinstance(tree, dict):
+        wrong = [key for key in tree if isinstance(key, bool) or not str(key).isdecimal()]
+        return [f"{prefix}: {show(key)} is not a whole number; give whole numbers before the colons" for key in wrong]
     if not dataclasses.is_dataclass(hint):
         return []
     if not isinstance(tree, dict):
@@ -94,4 +117,9 @@ def _tree_problems(tree: Any, hint: Any, prefix: str) -> List[str]:
         else:
             known = field_types() if not prefix.endswith("]") else [f"{dot}{name}" for name in hints]
             problems.append(f"{dot}{key}: unknown key; {suggest(f'{dot}{key}', known)}")
+    if prefix.endswith("]") and not problems:
+        needed = [f.name for f in dataclasses.fields(hint) if f.default is f.default_factory is dataclasses.MISSING]
+        missing = [name for name in needed if name not in tree]
+        if missing:
+            return [f"{prefix} = {show(tree)}: lacks {' and '.join(missing)}; give {' and '.join(needed)}"]
     return problems

@@ -12,7 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from megatron_fbt.config.checks import resolve_world_size, validate_config, validate_for_training
-from megatron_fbt.config.keys import check_config_file, check_option_names, field_types
+from megatron_fbt.config.keys import check_config_file, check_option_names, check_option_values, field_types
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import describe_type
 from megatron_fbt.errors import ConfigError
@@ -51,6 +51,7 @@ def parse_command_line(argv: Sequence[str]) -> Tuple[PretrainConfig, CommandOpti
     """
     argv = list(argv)
     check_option_names(argv, FLAGS)
+    check_option_values(argv)
     for path in _config_files(argv):
         check_config_file(path)
     parser = build_parser()

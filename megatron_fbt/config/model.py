@@ -84,7 +84,8 @@ class ModelConfig(Section):
         rules = Rules("model", self)
         rules.integers("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
         rules.integers("kv_channels", "vocab_size", "make_vocab_size_divisible_by")
-        rules.integers("sliding_window", "window_attn_skip_freq")
+        rules.integers("sliding_window")
+        rules.integers("window_attn_skip_freq", low=2)
         rules.numbers("layernorm_epsilon", "rotary_base", "init_method_std", "residual_multiplier", above=True)
         rules.numbers("attention_dropout", "hidden_dropout", high=1.0, below=True)
         if rules.usable("num_attention_heads", "num_query_groups"):

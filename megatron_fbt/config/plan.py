@@ -9,6 +9,7 @@ from megatron_fbt.config.feedback import FeedbackConfig, resolved_input_scale
 from megatron_fbt.config.parameter_count import StageCount, count_parameters, padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.rules import step_at_fraction
 from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
 
 __all__ = ["RunPlan", "make_plan", "padded_vocab_size"]
@@ -151,7 +152,7 @@ def make_plan(
         token_equivalents=token_equivalents,
         max_passes=config.feedback.max_passes,
         validation_passes=config.feedback.validation_passes,
-        notes=tuple(_notes(config)),
+        notes=tuple(_notes(config) + _unreached(config, starts, steps)),
     )
 
 
@@ -178,6 +179,29 @@ def _state_bytes(config: PretrainConfig, held: StageCount, data_parallel_size: i
     optimizer = (master + 8) * held.total - (4 * held.hidden_matrices if config.optimizer.type == "muon" else 0)
     shards = data_parallel_size if config.optimizer.sharding == "megatron" else 1
     return (weights + 4) * held.total + -(-optimizer // shards)
+
+
+def _unreached(config: PretrainConfig, starts: Sequence[int], steps: int) -> List[str]:
+    """Parts of the configuration that the run is too short for, or that change nothing in it."""
+    notes = []
+    for index, (first, end) in enumerate(itertools.pairwise([*starts, steps])):
+        if first >= min(end, steps):
+            counts = ", ".join(map(str, sorted(config.feedback.phases[index].passes)))
+            reason = f"the run ends after step {steps:,}" if first >= steps else "the next one starts there too"
+            notes.append(
+                f"phase {index + 1} of feedback.schedule (passes {counts}) is never reached: it starts after step "
+                f"{first:,}, and {reason}"
+            )
+    z_loss = config.training.z_loss
+    first = step_at_fraction(z_loss.from_fraction, steps)
+    if z_loss.coefficient > 0 and not (first < steps and z_loss.coefficient_at(first, steps)):
+        notes.append(f"training.z_loss is never active: its window holds none of the {steps:,} steps")
+    window, length = config.model.sliding_window, config.data.sequence_length
+    if window is not None and window >= length:
+        notes.append(f"model.sliding_window = {window:,} changes nothing in rows of {length:,} tokens")
+    if config.feedback.max_passes == 1:
+        notes.append("no batch has more than one pass: the fusion layer is never trained")
+    return notes
 
 
 def _notes(config: PretrainConfig) -> List[str]:

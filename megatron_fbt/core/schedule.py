@@ -36,7 +36,9 @@ class Recipe:
     """Coefficient of the squared log sum exp of the logits in this step."""
 
     def weights(self, passes: int) -> List[float]:
-        """Weight of each pass in the loss of this step."""
+        """Weight of each pass in the loss of this step; validation weighs all alike, however many."""
+        if not self.training:
+            return [1.0] * passes
         return pass_loss_weights(self.feedback.loss_weights, passes, self.extra_factor)
 
     def fused(self, batch: MicroBatch, pass_number: int) -> torch.Tensor:

@@ -56,10 +56,14 @@ def answer_region(batch: MicroBatch) -> torch.Tensor:
 
 
 def score_answers(batches: List[MicroBatch]) -> List[MicroBatch]:
-    """The same micro-batches, of data that mark no answers, with a loss on the second half of each row alone."""
+    """The same micro-batches, of data that mark no answers, with a loss on each row's second half alone."""
     return [
-        batch
-        if batch.loss_mask is None
-        else dataclasses.replace(batch, loss_mask=batch.loss_mask * answer_region(batch))
+        batch if batch.loss_mask is None else dataclasses.replace(batch, loss_mask=_second_half(batch.loss_mask))
         for batch in batches
     ]
+
+
+def _second_half(loss_mask: torch.Tensor) -> torch.Tensor:
+    """[b, s] -> the same; the last position of the prompt predicts the first token of the second half."""
+    positions = torch.arange(loss_mask.size(1), device=loss_mask.device)
+    return loss_mask * (positions >= loss_mask.size(1) // 2 - 1)

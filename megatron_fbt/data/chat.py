@@ -174,6 +174,7 @@ class ChatEncoder:
         except Exception as error:  # whatever a template raises
             reason = " ".join(str(error).split())[:300]
             raise BadRecord(
-                "refused_by_template", f"the chat template fails: {type(error).__name__}: {reason}"
+                "refused_by_template",
+                f"the chat template (the tokenizer's, or data.chat_template) fails: {type(error).__name__}: {reason}",
             ) from error
         return texts[0], list(spans[0]) if spans else []

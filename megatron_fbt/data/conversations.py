@@ -106,7 +106,11 @@ def prepare_conversations(config: DataConfig, cache: str, tokenizer: Tokenizer) 
     Raises:
         DataError: A file cannot be read, or a line is no conversation: naming file and line.
     """
-    files = find_inputs(config.paths, "jsonl")
+    try:
+        files = find_inputs(config.paths, "jsonl")
+    except DataError as error:
+        remedy = "with data.format conversations, name .jsonl files or folders of them"
+        raise DataError(f"data.paths: {error}; {remedy}") from error
     template = chat_template(config, tokenizer)
     made_with = (FORMAT, template, tokenizer.unique_identifiers, tokenizer.template_variables, tokenizer.eod)
 
@@ -157,7 +161,8 @@ def _write(files: List[InputFile], encoder: ChatEncoder, tokenizer: Tokenizer, f
     if not ends:
         raise DataError(
             f"data.paths {', '.join(file.path for file in files)}: no conversation has a turn of role '{ASSISTANT}' "
-            f"({sum(skipped.values())} lines read), so there is nothing to train on"
+            f"({sum(skipped.values())} lines read), or "
+            "the chat template (data.chat_template) renders nothing of it: there is nothing to train on"
         )
     numpy.save(folder / "ends.npy", numpy.array(ends, dtype=numpy.int64))
     numpy.save(folder / "first_labels.npy", numpy.array(first_labels, dtype=numpy.int64))

@@ -17,10 +17,13 @@ from megatron_fbt.training.fingerprint import data_fingerprint
 from megatron_fbt.training.lease import Lease
 from megatron_fbt.training.messages import hide_gpu_hints
 from megatron_fbt.training.reporter import Reporter
-from megatron_fbt.training.run_folder import initial_checkpoint
+from megatron_fbt.training.run_folder import changed_fields, initial_checkpoint
 from megatron_fbt.training.signals import SignalWatcher
 from megatron_fbt.training.stop import StopRequests
 from megatron_fbt.training.trainer import Trainer
+
+NETWORK_FIELDS = ("model.", "feedback.fusion", "feedback.input_scale", "data.reset_")
+"""What the network computes from given weights."""
 
 
 def run_session(
@@ -90,5 +93,8 @@ def _train(config, plan, tokenizer, layout, planned, lease: Lease, reporter: Rep
     elif source is not None:
         trainer.checkpointer.load_weights(source, trainer.stage, trainer.optimizer)
         reporter.say(f"a new run with the weights of {source}")
+        differing = [change for change in changed_fields(config, source) if change.startswith(NETWORK_FIELDS)]
+        if differing:
+            reporter.say(f"the network differs from the one that made them: {'; '.join(differing)}")
     reporter.begin(trainer.state)
     trainer.train(reporter, requests)

@@ -21,7 +21,7 @@ PASSES = 3
 HALF = SEQUENCE // 2
 SETTLED = HALF + 2
 """Passes after which all positions of a row hold their recurrent values, whatever the weights, even for FUSED(1)."""
-CASE = Case("", {"feedback.jitter.scale": 0.1})
+CASE = Case("", {"feedback.jitter.scale": 0.1, "feedback.loss_weights.per_pass": [1.0, 2.0]})
 
 
 def one_document(batch: MicroBatch) -> MicroBatch:
@@ -138,8 +138,8 @@ def answer_loss(built: Built, batches: List[MicroBatch], fused_passes: int) -> f
             u = step_input(built, batch.tokens[:, t : t + 1], states[-1][-1:])
             inputs = torch.cat([inputs, u])
             states.append(stage.run_layers(inputs, starts[:, : t + 1])[-1:])
-        nll = stage.losses(torch.cat(states), batch.labels)[HALF:] * batch.loss_mask.t()[HALF:]
-        total, tokens = total + nll.sum().item(), tokens + batch.loss_mask[:, HALF:].sum().item()
+        nll = stage.losses(torch.cat(states), batch.labels)[HALF - 1 :] * batch.loss_mask.t()[HALF - 1 :]
+        total, tokens = total + nll.sum().item(), tokens + batch.loss_mask[:, HALF - 1 :].sum().item()
     return total / tokens
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fbt.config.checks import resolve_world_size, validate_config, validate_for_training
-from megatron_fbt.config.feedback import PassPhase
+from megatron_fbt.config.feedback import PassPhase, SequentialEvalConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import ConfigError
 
@@ -96,6 +96,16 @@ ONE_PASS = [PassPhase(0.0, {1: 1.0})]
             4,
             {"parallel__pipeline_model_parallel_size": 4, "training__global_batch_size": 2},
             ["training.global_batch_size = 2", "2 micro-batches", "at least 4"],
+        ),
+        (
+            1,
+            {"feedback__sequential_eval": SequentialEvalConfig(passes=3)},
+            ["sequential_eval.passes = 3: no more", "4"],
+        ),
+        (
+            1,
+            {"feedback__sequential_eval": SequentialEvalConfig(passes=5, fused_passes=4)},
+            ["sequential_eval.fused_passes = 4: leaves none", "at most 3"],
         ),
         (1, {"optimizer__lr_warmup_steps": 100}, ["optimizer.lr_warmup_steps = 100"]),
         (1, {"optimizer__lr_warmup_steps": 80}, ["optimizer.lr_warmup_steps = 80"]),

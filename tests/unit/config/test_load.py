@@ -60,6 +60,25 @@ def test_schedule_by_name(load, name):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "parts"),
+    [
+        ("[{from_fraction: 0, passes: {1.5: 1.0}}]", ["feedback.schedule[0].passes: 1.5 is not a whole number"]),
+        ("[{from_fraction: 0, passes: {true: 1.0}}]", ["passes: true is not a whole number"]),
+        ("[{from_fraction: 0}]", ["feedback.schedule[0] = ", "lacks passes"]),
+        ("[{passes: {1: 1}}]", ["lacks from_fraction"]),
+        ("[{from_fraction: 0, passes: {1: 1}, more: 1}]", ["feedback.schedule[0].more: unknown key"]),
+    ],
+)
+def test_phases_are_whole_in_files_and_on_the_command_line(load, schedule, parts):
+    with pytest.raises(ConfigError) as from_file:
+        load(f"feedback: {{schedule: {schedule}}}")
+    with pytest.raises(ConfigError) as from_line:
+        parse_command_line(["--dry_run", "--model.vocab_size", "9", "--feedback.schedule", schedule])
+    for error in (from_file, from_line):
+        assert [part for part in parts if part not in str(error.value)] == [], error.value
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("model: {num_layer: 2}", ["model.num_layer", "did you mean model.num_layers?"]),

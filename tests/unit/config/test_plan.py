@@ -1,6 +1,7 @@
 """Derived quantities against numbers worked out by hand."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -216,3 +217,35 @@ def test_note_on_muon_and_one_pass_batches_after_the_first_multi_pass_one(optimi
     config.feedback.schedule = [PassPhase(number / 2, passes) for number, passes in enumerate(phases)]
     notes = make_plan(config, 1, 11).notes
     assert sum("muon" in note for note in notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"feedback.schedule": "progressive", "training.train_steps": 2}, ["phase 2", "passes 2, 3", "after step 2"]),
+        (
+            {"feedback.schedule": [(0.0, 1), (0.51, 2), (0.55, 3)], "training.train_steps": 8},
+            ["phase 2", "starts there"],
+        ),
+        ({"training.z_loss.coefficient": 1e-4, "training.z_loss.from_fraction": 0.999}, ["training.z_loss is never"]),
+        ({"model.sliding_window": 16}, ["model.sliding_window = 16 changes nothing in rows of 16 tokens"]),
+        ({"feedback.schedule": "standard"}, ["the fusion layer is never trained"]),
+    ],
+)
+def test_note_on_what_is_never_reached_or_changes_nothing(values, parts):
+    config = small_config()
+    for name, value in values.items():
+        section, attribute = name.rsplit(".", 1)
+        if isinstance(value, list):
+            value = [PassPhase(begin, {passes: 1.0}) for begin, passes in value]
+        setattr(functools.reduce(getattr, section.split("."), config), attribute, value)
+    before = set(make_plan(small_config(), 1, 11).notes)
+    (note,) = set(make_plan(config, 1, 11).notes) - before
+    assert [part for part in parts if part not in note] == [], note
+
+
+def test_a_later_phase_starts_of_a_resumed_run_are_in_the_notes():
+    config = small_config()
+    config.feedback.schedule, config.training.train_steps = "progressive", 12
+    notes = make_plan(config, 1, 11, phase_start_steps=[0, 15]).notes
+    assert any("phase 2" in note and "starts after step 15" in note for note in notes)

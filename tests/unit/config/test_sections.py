@@ -117,6 +117,7 @@ REFUSED = [
     ("feedback.sequential_eval", "passes", 2.5),
     ("feedback.sequential_eval", "fused_passes", -1),
     ("feedback.sequential_eval", "fused_passes", None),
+    ("model", "window_attn_skip_freq", 1),
     ("training", "micro_batch_size", 3),
     ("training", "rampup_batch_size", []),
     ("training", "rampup_batch_size", [4, 2]),
