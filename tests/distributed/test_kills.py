@@ -1,0 +1,158 @@
+"""SIGKILL at instants spread over runs that save often: nothing is lost, changed or repeated.
+
+An instant is the moment before one of a run's changes to its files (each write, fsync, rename, removal), before a step,
+a read of a batch or a part of a validation. The killed run is resumed, and must end as one that was never killed.
+"""
+
+import functools
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import pytest
+import torch
+
+from tests.distributed.launch import DistributedFailure
+from tests.distributed.launch import run_distributed as run_ranks
+from tests.distributed.run_case import STEPS, checkpoint_of, rows_of, run, run_config, write_corpus
+
+run_distributed = functools.partial(run_ranks, timeout=300, init_group=False)
+OPTIONS = {
+    "checkpoint__save_interval": 2,
+    "checkpoint__keep_last": 2,
+    "training__eval_interval": 5,
+    "training__eval_iters": 1,
+    "model__hidden_dropout": 0.1,
+}
+# Name -> processes, settings.
+VARIANTS: Dict[str, Tuple[int, Dict[str, Any]]] = {
+    "one process": (1, {}),
+    "two processes, sharded": (2, {"optimizer__sharding": "megatron"}),
+}
+
+
+class Instants:
+    """Counts the instants of this rank's run, and ends the process with SIGKILL at one of them.
+
+    Args:
+        folder: the run folder; changes elsewhere do not count.
+        deadly: number of the instant, from 0; None = no kill.
+    """
+
+    def __init__(self, folder: str, deadly: Optional[int]):
+        self.folder, self.deadly, self.names = folder, deadly, []
+        self.patched: List[Tuple[Any, str, Any]] = []
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> "Instants":
+        from megatron_fbt.core.manifest import HashingFile
+        from megatron_fbt.training import trainer, validation
+
+        for name in ("rename", "replace", "mkdir", "unlink", "rmdir", "fsync"):
+            self._patch(os, name, on_path=True)
+        self._patch(HashingFile, "write")
+        self._patch(trainer.Trainer, "_step")
+        self._patch(trainer, "load_micro_batches")
+        self._patch(validation.Validator, "_measure")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for place, name, plain in self.patched:
+            setattr(place, name, plain)
+
+    def _patch(self, place: Any, name: str, on_path: bool = False) -> None:
+        plain = getattr(place, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if threading.current_thread().name != "lease" and (not on_path or self._concerns(arguments, options)):
+                self._pass_by(name)
+            return plain(*arguments, **options)
+
+        self.patched.append((place, name, plain))
+        setattr(place, name, call)
+
+    def _concerns(self, arguments: Tuple[Any, ...], options: Dict[str, Any]) -> bool:
+        if options.get("dir_fd") is not None:  # shutil.rmtree
+            return True
+        paths = [self._path(argument) for argument in arguments[:2]]
+        return any(path.startswith(self.folder) for path in paths)
+
+    @staticmethod
+    def _path(argument: Any) -> str:
+        """A path, or that of an open file; what is neither gives something that is no path."""
+        named = f"/proc/self/fd/{argument}"
+        return os.readlink(named) if isinstance(argument, int) and os.path.exists(named) else str(argument)
+
+    def _pass_by(self, name: str) -> None:
+        with self.lock:
+            if len(self.names) == self.deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.names.append(name)
+
+
+def run_with_instants(rank: int, world_size: int, folder: str, corpus: str, settings: dict, deadly: Optional[int]):
+    """Run to the end, or to the deadly instant of the last rank's or the first rank's in turn."""
+    config = run_config(Path(folder), corpus, **OPTIONS, **settings)
+    here = deadly is not None and rank == deadly % world_size
+    with Instants(folder, deadly // world_size if here else None) as instants:
+        assert run(config) == "finished"
+    return instants.names
+
+
+def spread(count: int, wanted: int) -> List[int]:
+    """Numbers from 0 to count - 1 in equal distances."""
+    return sorted({(2 * number + 1) * count // (2 * wanted) for number in range(wanted)})
+
+
+def kill_and_resume(tmp_path: Path, corpus: str, wanted: int, say: Callable[[str], None]) -> List[str]:
+    """Kill each variant at its share of the instants; what was lost."""
+    lost, table = [], []
+    for number, (variant, (world_size, settings)) in enumerate(VARIANTS.items()):
+        whole = tmp_path / f"whole{number}"
+        names = run_distributed(run_with_instants, world_size, str(whole), corpus, settings, None)
+        share = wanted // len(VARIANTS) + (number < wanted % len(VARIANTS))
+        for deadly in spread(world_size * min(map(len, names)), share):
+            folder = tmp_path / f"killed{number}-{deadly}"
+            name = names[deadly % world_size][deadly // world_size]
+            problem = one_kill(folder, whole, corpus, world_size, settings, deadly)
+            table.append((variant, deadly, name, problem or "survived"))
+            lost += [problem] if problem else []
+            shutil.rmtree(folder)
+    lines = [f"{variant:24} instant {deadly:4}, before {name:20} {end}" for variant, deadly, name, end in table]
+    say("\n".join(["", *lines, f"faults tried {len(table)}, survived {len(table) - len(lost)}, lost {len(lost)}"]))
+    return lost
+
+
+def one_kill(folder: Path, whole: Path, corpus: str, world_size: int, settings: dict, deadly: int) -> Optional[str]:
+    """Kill a run and resume it; what is wrong with the end, or None."""
+    with pytest.raises(DistributedFailure, match="died without a word, exit code -9"):
+        run_distributed(run_with_instants, world_size, str(folder), corpus, settings, deadly)
+    try:
+        run_distributed(run_with_instants, world_size, str(folder), corpus, settings, None)
+    except DistributedFailure as error:
+        return f"no resume: {error}"
+    if rows_of(folder) != rows_of(whole):
+        return "other rows"
+    found, expected = checkpoint_of(folder, STEPS), checkpoint_of(whole, STEPS)
+    if found.keys() != expected.keys():
+        return "other tensors"
+    differing = [name for name in found if not torch.equal(found[name], expected[name])]
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    if kept != sorted(path.name for path in (whole / "checkpoints").iterdir()):
+        return f"left behind: {kept}"
+    return f"other values: {differing[:3]}" if differing else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [8, pytest.param(48, marks=pytest.mark.soak)])
+def test_a_run_killed_at_any_instant_and_resumed_equals_an_unbroken_one(tmp_path, wanted, capsys):
+    corpus = write_corpus(tmp_path)
+
+    def say(text: str) -> None:
+        with capsys.disabled():
+            print(text)
+
+    assert kill_and_resume(tmp_path, corpus, wanted, say) == []
