@@ -41,7 +41,8 @@ class Size:
     """How much is trained and measured.
 
     Attributes:
-        units: Passes forward and backward over one batch that a run has, all its steps together.
+        units: Passes forward and backward over one batch that a run of parity or fsm has, all its steps together.
+        generation_units: The same of cot5.
         byte_units: The same of the byte model.
         length: Positions of a row of the tasks.
         batch: Rows of a batch.
@@ -53,7 +54,8 @@ class Size:
         iterated_passes: Passes of the iteration to the fixed point.
     """
 
-    units: int = 4000
+    units: int = 2000
+    generation_units: int = 4000
     byte_units: int = 1600
     length: int = 32
     batch: int = 24
@@ -63,6 +65,10 @@ class Size:
     test_rows: int = 512
     byte_rows: int = 48
     iterated_passes: int = 300
+
+    def units_of(self, experiment: str) -> int:
+        """Passes over a batch that a run of an experiment has."""
+        return {BYTES: self.byte_units, "cot5": self.generation_units}.get(experiment, self.units)
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def prepare(folder: Path, experiment: str, seed: int, size: Size) -> None:
         rows = TaskRows(train[:, :-1], train[:, 1:])
     else:
         generator = torch.Generator().manual_seed(seed)
-        rows = TASKS[experiment].rows(size.units * size.batch, size.length, generator)
+        rows = TASKS[experiment].rows(size.units_of(experiment) * size.batch, size.length, generator)
     write_rows(rows, rows_file(folder, experiment, seed))
 
 

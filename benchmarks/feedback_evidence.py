@@ -51,7 +51,7 @@ MODELS: Dict[str, Dict[str, Schedule]] = {
     "cot5": {STANDARD: ONE, FBT: HALF_TWO_THREE},
     BYTES: {STANDARD: ONE, FEWER_TOKENS: ONE, TWO_ONLY: TWO, NO_THIRD: SEVENTY_FIVE_25, PROGRESSIVE: SEVENTY_FIVE_22_3},
 }
-QUICK = Size(24, 16, 8, 4, 16, 4, 4, 16, 4, 6)
+QUICK = Size(24, 24, 16, 8, 4, 16, 4, 4, 16, 4, 6)
 
 Result = Dict[str, Any]
 
@@ -112,7 +112,7 @@ def plan_runs(experiments: Sequence[str], seeds: Sequence[int], size: Size) -> L
     """All runs; within an experiment each has the same expected token-equivalents, unless its name says otherwise."""
     runs = []
     for experiment in experiments:
-        units = size.byte_units if experiment == BYTES else size.units
+        units = size.units_of(experiment)
         for seed in seeds:
             for name, schedule in MODELS[experiment].items():
                 reference = SEVENTY_FIVE_22_3 if name == FEWER_TOKENS else schedule
@@ -264,11 +264,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="keep the runs here, and go on here later (default: none is kept)")
     parser.add_argument("--quick", action="store_true", help="a few steps: shows that the script runs; no bars")
     parser.add_argument("--json", action="store_true", help="results and bars as one JSON object")
-    parser.add_argument("--units", type=int, help="passes over a batch in each run of a task, for trials")
-    parser.add_argument("--byte_units", type=int, help="the same for the byte models")
+    parser.add_argument("--units", type=int, help="passes over a batch in each run, for trials")
     args = parser.parse_args()
     size = QUICK if args.quick else Size()
-    size = replace(size, units=args.units or size.units, byte_units=args.byte_units or size.byte_units)
+    if args.units:
+        size = replace(size, units=args.units, generation_units=args.units, byte_units=args.units)
     runs = plan_runs(args.only or list(MODELS), args.seeds, size)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output or Path(temporary)
