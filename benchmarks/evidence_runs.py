@@ -107,8 +107,8 @@ def mean_passes(schedule: Schedule) -> float:
 
 
 def rows_file(folder: Path, experiment: str, seed: int) -> Path:
-    """Where the training rows of an experiment are."""
-    return folder / f"{experiment}-rows-{seed}.jsonl"
+    """Where the training rows of an experiment are; the byte models share one text, in an order by their seeds."""
+    return folder / (f"{BYTES}-rows.jsonl" if experiment == BYTES else f"{experiment}-rows-{seed}.jsonl")
 
 
 def prepare(folder: Path, experiment: str, seed: int, size: Size) -> None:
@@ -119,7 +119,10 @@ def prepare(folder: Path, experiment: str, seed: int, size: Size) -> None:
     else:
         generator = torch.Generator().manual_seed(seed)
         rows = TASKS[experiment].rows(size.units_of(experiment) * size.batch, size.length, generator)
-    write_rows(rows, rows_file(folder, experiment, seed))
+    path = rows_file(folder, experiment, seed)
+    unfinished = path.with_suffix(".part")
+    write_rows(rows, unfinished)
+    unfinished.rename(path)
 
 
 def byte_rows(length: int) -> Tuple[torch.Tensor, torch.Tensor]:

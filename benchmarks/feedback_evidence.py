@@ -33,6 +33,7 @@ from evidence_runs import (  # noqa: E402
     environment,
     mean_passes,
     prepare,
+    rows_file,
     train_and_measure,
 )
 
@@ -125,8 +126,9 @@ def execute(folder: Path, runs: Sequence[Run], size: Size, workers: int) -> List
     environment()
     context, began = multiprocessing.get_context("spawn"), time.monotonic()
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        sources = sorted({(run.experiment, run.seed) for run in runs})
-        for done in [pool.submit(prepare, folder, *source, size) for source in sources]:
+        sources = {rows_file(folder, run.experiment, run.seed): (run.experiment, run.seed) for run in runs}
+        missing = [source for path, source in sources.items() if not path.exists()]
+        for done in [pool.submit(prepare, folder, *source, size) for source in missing]:
             done.result()
         submitted = {pool.submit(train_and_measure, folder, run, size): run for run in runs}
         results = {}
