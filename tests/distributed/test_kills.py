@@ -31,7 +31,12 @@ OPTIONS = {
 VARIANTS: Dict[str, Tuple[int, Dict[str, Any]]] = {
     "one process": (1, {}),
     "two processes, sharded": (2, {"optimizer__sharding": "megatron"}),
+    "one process, asynchronous": (1, {"checkpoint__async_save": True}),
 }
+Instant = Tuple[int, str, int]
+"""Rank, kind of the call that would follow, how many of that kind were before."""
+WRITES = 500
+"""One of so many writes counts: there are a hundred times as many as of all other kinds together."""
 
 
 class Instants:
@@ -39,11 +44,12 @@ class Instants:
 
     Args:
         folder: the run folder; changes elsewhere do not count.
-        deadly: number of the instant, from 0; None = no kill.
+        deadly: kind of the call, and how many of that kind go well; None = no kill.
     """
 
-    def __init__(self, folder: str, deadly: Optional[int]):
-        self.folder, self.deadly, self.names = folder, deadly, []
+    def __init__(self, folder: str, deadly: Optional[Tuple[str, int]]):
+        self.folder, self.deadly = folder, deadly
+        self.counts: Dict[str, int] = {}
         self.patched: List[Tuple[Any, str, Any]] = []
         self.lock = threading.Lock()
 
@@ -88,23 +94,33 @@ class Instants:
 
     def _pass_by(self, name: str) -> None:
         with self.lock:
-            if len(self.names) == self.deadly:
+            count = self.counts.get(name, 0)
+            if self.deadly == (name, count // WRITES if name == "write" else count):
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.names.append(name)
+            self.counts[name] = count + 1
 
 
-def run_with_instants(rank: int, world_size: int, folder: str, corpus: str, settings: dict, deadly: Optional[int]):
-    """Run to the end, or to the deadly instant of the last rank's or the first rank's in turn."""
+def run_with_instants(
+    rank: int, world_size: int, folder: str, corpus: str, settings: dict, deadly: Optional[Instant]
+) -> Dict[str, int]:
+    """Run to the end, or to the deadly instant; how many instants of each kind there were."""
     config = run_config(Path(folder), corpus, **OPTIONS, **settings)
-    here = deadly is not None and rank == deadly % world_size
-    with Instants(folder, deadly // world_size if here else None) as instants:
+    here = deadly is not None and rank == deadly[0]
+    with Instants(folder, deadly[1:] if here else None) as instants:
         assert run(config) == "finished"
-    return instants.names
+    return {name: count // WRITES if name == "write" else count for name, count in instants.counts.items()}
 
 
-def spread(count: int, wanted: int) -> List[int]:
-    """Numbers from 0 to count - 1 in equal distances."""
-    return sorted({(2 * number + 1) * count // (2 * wanted) for number in range(wanted)})
+def spread(counts: List[Dict[str, int]], wanted: int, first: int) -> List[Instant]:
+    """Instants of all ranks and kinds in turn, from a first kind on; those of one kind in equal distances."""
+    kinds = [(rank, kind) for rank, found in enumerate(counts) for kind, count in sorted(found.items()) if count]
+    kinds = kinds[first % len(kinds) :] + kinds[: first % len(kinds)]
+    shares = {place: len(range(number, wanted, len(kinds))) for number, place in enumerate(kinds)}
+    return [
+        (rank, kind, (2 * number + 1) * counts[rank][kind] // (2 * share))
+        for (rank, kind), share in shares.items()
+        for number in range(share)
+    ]
 
 
 def kill_and_resume(tmp_path: Path, corpus: str, wanted: int, say: Callable[[str], None]) -> List[str]:
@@ -112,21 +128,20 @@ def kill_and_resume(tmp_path: Path, corpus: str, wanted: int, say: Callable[[str
     lost, table = [], []
     for number, (variant, (world_size, settings)) in enumerate(VARIANTS.items()):
         whole = tmp_path / f"whole{number}"
-        names = run_distributed(run_with_instants, world_size, str(whole), corpus, settings, None)
+        counts = run_distributed(run_with_instants, world_size, str(whole), corpus, settings, None)
         share = wanted // len(VARIANTS) + (number < wanted % len(VARIANTS))
-        for deadly in spread(world_size * min(map(len, names)), share):
-            folder = tmp_path / f"killed{number}-{deadly}"
-            name = names[deadly % world_size][deadly // world_size]
+        for deadly in spread(counts, share, first=len(table)):
+            folder = tmp_path / f"killed{number}"
             problem = one_kill(folder, whole, corpus, world_size, settings, deadly)
-            table.append((variant, deadly, name, problem or "survived"))
+            table.append((variant, *deadly, problem or "survived"))
             lost += [problem] if problem else []
             shutil.rmtree(folder)
-    lines = [f"{variant:24} instant {deadly:4}, before {name:20} {end}" for variant, deadly, name, end in table]
+    lines = [f"{row[0]:28} rank {row[1]}, before {row[2]} {row[3]}: {row[4]}" for row in table]
     say("\n".join(["", *lines, f"faults tried {len(table)}, survived {len(table) - len(lost)}, lost {len(lost)}"]))
     return lost
 
 
-def one_kill(folder: Path, whole: Path, corpus: str, world_size: int, settings: dict, deadly: int) -> Optional[str]:
+def one_kill(folder: Path, whole: Path, corpus: str, world_size: int, settings: dict, deadly: Instant) -> Optional[str]:
     """Kill a run and resume it; what is wrong with the end, or None."""
     with pytest.raises(DistributedFailure, match="died without a word, exit code -9"):
         run_distributed(run_with_instants, world_size, str(folder), corpus, settings, deadly)
