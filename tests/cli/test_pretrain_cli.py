@@ -129,7 +129,7 @@ def test_missing_data_and_tokenizer_are_data_errors(config_file, tmp_path):
     "tracker, folders, expected",
     [
         ("", ["step_00000002"], "names ''"),
-        ("\udcff\x00", ["step_00000002"], "is not a complete checkpoint"),
+        ("\udcff\x00", ["step_00000002"], "is not a checkpoint in"),
         ("step_00000004", ["step_00000002"], "names 'step_00000004'"),
         ("../checkpoints", ["step_00000002"], "names '../checkpoints'"),
         (None, ["step_00000002"], "is missing"),

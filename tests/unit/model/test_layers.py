@@ -1,23 +1,27 @@
 """The layers that Megatron-Core's local spec lacks, against plain formulas."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.model.attention_mask import attention_masks, document_positions
 from megatron_fbt.model.layers import SDPAttention, rms_normalize
 from tests.distributed.launch import run_distributed
 
 S, B, HN = 7, 2, 6
 
 
-def attention(dropout=0.0, scale=None):
+def attention(dropout=0.0, scale=None, window=None):
     """A core attention layer as Megatron-Core builds it."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    return SDPAttention(None, 1, AttnMaskType.causal, "self", attention_dropout=dropout, softmax_scale=scale)
+    config = SimpleNamespace(window_size=window and (window - 1, 0), window_attn_skip_freq=None)
+    return SDPAttention(config, 1, AttnMaskType.causal, "self", attention_dropout=dropout, softmax_scale=scale)
 
 
-def by_definition(query, key, value, scale):
+def by_definition(query, key, value, scale, window=S, first_seen=lambda b, t: 0):
     """Head by head and position by position: [s, b, np * hn]."""
     out = torch.empty(S, B, query.size(2), HN, dtype=query.dtype)
     share = query.size(2) // key.size(2)
@@ -25,8 +29,9 @@ def by_definition(query, key, value, scale):
         for head in range(query.size(2)):
             keys, values = key[:, b, head // share], value[:, b, head // share]
             for t in range(S):
-                weights = torch.softmax(keys[: t + 1] @ query[t, b, head] * scale, dim=0)
-                out[t, b, head] = weights @ values[: t + 1]
+                seen = slice(max(first_seen(b, t), t + 1 - window), t + 1)
+                weights = torch.softmax(keys[seen] @ query[t, b, head] * scale, dim=0)
+                out[t, b, head] = weights @ values[seen]
     return out.view(S, B, -1)
 
 
@@ -49,9 +54,36 @@ def test_attention_is_causal_softmax_with_shared_key_heads(queries, groups, scal
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_attention_refuses_a_mask():
-    with pytest.raises(AssertionError, match="not masked"):
-        attention()(*heads(2, 2), attention_mask=torch.ones(1))
+STARTS = {0: [0, 3, 4], 1: [0, 5]}
+"""Document starts of the two rows."""
+
+
+@pytest.mark.parametrize("within_documents", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_masked_attention_sees_the_window_and_the_document(window, within_documents):
+    starts = torch.zeros(B, S, dtype=torch.bool)
+    for row, positions in STARTS.items():
+        starts[row, positions] = True
+    masks = attention_masks(starts, within_documents, window, torch.float64)
+    assert (masks is None) == (window is None and not within_documents)
+    tensors = heads(4, 2)
+    found = attention(window=window)(*tensors, attention_mask=masks)
+
+    def first_seen(row, t):
+        return max(start for start in STARTS[row] if start <= t) if within_documents else 0
+
+    expected = by_definition(*tensors, HN**-0.5, window or S, first_seen)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_positions_in_documents():
+    starts = torch.tensor([[True, False, False, True, True, False, False]])
+    assert document_positions(starts).tolist() == [[0, 1, 2, 0, 0, 1, 2]]
+
+
+def test_a_layer_with_a_window_wants_its_mask():
+    with pytest.raises(AssertionError, match="needs its mask"):
+        attention(window=3)(*heads(2, 2), attention_mask=None)
 
 
 @pytest.mark.parametrize("eps", [1e-5, 0.5])
