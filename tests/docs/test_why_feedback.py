@@ -34,7 +34,7 @@ def test_why_feedback(repository, tmp_path):
     generated = json.loads((folder / "task_accuracy.json").read_text())["generated"]
     soft, standard = generated["FBT, SOFT"], generated["FBT, STANDARD"]
     assert soft["tokens"] >= 0.9 and soft["tokens"] >= standard["tokens"] + 0.08
-    assert soft["whole"] > 2 * max(standard["whole"], generated["standard transformer"]["whole"])
+    assert soft["whole"] >= 0.2 + max(standard["whole"], generated["standard transformer"]["whole"])
     for name, accuracy in generated.items():
         assert re.search(rf"^{name} +{accuracy['tokens']:.1%} +{accuracy['whole']:.1%}$", printed, re.MULTILINE), name
     assert (folder / "task_accuracy.png").stat().st_size > 10_000
