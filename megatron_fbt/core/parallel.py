@@ -50,6 +50,12 @@ class Layout:
         """In how many parts the sequence of a hidden state is split between ranks."""
         return self.tensor_size if self.sequence_parallel else 1
 
+    def own_rows(self, sequence_length: int) -> slice:
+        """Positions of a row whose hidden states this rank holds."""
+        size = sequence_length // self.sequence_shards
+        begin = self.tensor_rank * size if self.sequence_shards > 1 else 0
+        return slice(begin, begin + size)
+
 
 def initialize_parallel(config: ParallelConfig, seed: int) -> Layout:
     """Join the process group of the launcher, or one of a single process, and build Megatron-Core's groups.

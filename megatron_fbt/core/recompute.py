@@ -4,7 +4,7 @@ Megatron-Core's own recompute is re-entrant: with K passes in one graph it fires
 checkpoint is PyTorch's non-re-entrant one, and the K passes of a step may differ.
 """
 
-from typing import Callable, Iterator
+from typing import Callable
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -68,12 +68,6 @@ class RecomputingAttention(SelfAttention):
 
 def set_recompute(block: TransformerBlock, mode: str) -> None:
     """Choose for the calls that follow: none, selective (attention) or full (whole layers)."""
-    for layer in _layers(block):
+    for layer in block.layers:
         layer.recompute = mode
         layer.self_attention.checkpoint_core_attention = mode == "selective"
-
-
-def _layers(block: TransformerBlock) -> Iterator[RecomputingLayer]:
-    for layer in block.layers:
-        assert isinstance(layer, RecomputingLayer)
-        yield layer

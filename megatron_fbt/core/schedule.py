@@ -166,12 +166,10 @@ class PassView(torch.nn.Module):
         if self.vp_stage == 0:
             return self.stage.first_inputs(batch.tokens, None, None)
         states, pass_number = self.received, self.vp_stage + 1
-        layout = self.stage.layout
-        shard = states.size(0)
-        begin = layout.tensor_rank * shard if layout.sequence_shards > 1 else 0
-        fused = self.recipe.fused(batch, pass_number)[:, begin : begin + shard].t().contiguous()
+        rows = self.stage.layout.own_rows(batch.document_starts.size(1))
+        fused = self.recipe.fused(batch, pass_number)[:, rows].t().contiguous()
         if self.recipe.jitter_scale > 0:
-            positions = torch.arange(begin, begin + shard, device=states.device)
+            positions = torch.arange(rows.start, rows.stop, device=states.device)
             noise = jitter_noise(
                 self.recipe.jitter_scale, batch.sample_ids, positions, pass_number, states.size(2), self.recipe.seed
             )

@@ -36,8 +36,7 @@ class PassDiagnostics:
 
     def _own_rows(self, whole: torch.Tensor) -> torch.Tensor:
         """[b, s] -> this rank's [s/tp, b] of it; all [s, b] where the sequence is not split."""
-        shards = self.layout.sequence_shards
-        return whole.t().chunk(shards)[self.layout.tensor_rank if shards > 1 else 0]
+        return whole.t()[self.layout.own_rows(whole.size(1))]
 
     @property
     def _counts(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from megatron_fbt.config.feedback import PrefixConfig
 from megatron_fbt.feedback.counter import PREFIX, counter_hash, uniform
+from megatron_fbt.model.attention_mask import document_index, document_positions
 
 _WHETHER = 1
 """Last counter of the draw that decides whether there is a mix-in; the draw of its length has none."""
@@ -21,8 +22,7 @@ def document_spans(document_starts: torch.Tensor) -> tuple:
         Three int64 tensors [b, s].
     """
     positions = torch.arange(document_starts.size(1), device=document_starts.device).expand_as(document_starts)
-    index = document_starts.long().cumsum(1) - 1
-    start = torch.where(document_starts, positions, 0).cummax(1).values
+    index, start = document_index(document_starts), positions - document_positions(document_starts)
     lengths = torch.zeros_like(index).scatter_add_(1, index, torch.ones_like(index))
     return index, start, lengths.gather(1, index)
 

@@ -17,8 +17,8 @@ class AttentionMasks:
 
 
 def document_index(document_starts: torch.Tensor) -> torch.Tensor:
-    """Number of the document that each position of a row lies in: [b, s] bool -> [b, s] int64."""
-    return document_starts.long().cumsum(1)
+    """Number, from 0, of the document that each position of a row lies in: [b, s] bool -> [b, s] int64."""
+    return document_starts.long().cumsum(1) - 1
 
 
 def document_positions(document_starts: torch.Tensor) -> torch.Tensor:

@@ -82,15 +82,13 @@ class Validator:
         return found
 
     def _sequential_recipe(self, fused_passes: int, passes: int) -> SequentialRecipe:
-        shards = self.layout.sequence_shards
-        own_rows = self.config.data.sequence_length // shards
         return SequentialRecipe(
             self.config.feedback,
             self.config.run.seed,
             training=False,
             fused_passes=fused_passes,
             last_pass=passes,
-            first_row=self.layout.tensor_rank * own_rows if shards > 1 else 0,
+            first_row=self.layout.own_rows(self.config.data.sequence_length).start,
         )
 
     def _measure(self, recipe: Recipe, passes: int) -> Tuple[List[float], Dict[str, float]]:

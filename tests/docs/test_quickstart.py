@@ -29,12 +29,12 @@ def environment(folder: Path, root: Path) -> dict:
     return {name: value for name, value in os.environ.items() if name not in unwanted} | {"VIRTUAL_ENV": str(folder)}
 
 
-def run_quickstart(repository: Path, tmp_path: Path) -> str:
-    """Everything that the quick start prints."""
+def run_example(repository: Path, tmp_path: Path, script: str, folder: Path, timeout_s: float) -> str:
+    """Everything that a script of examples/ prints, with its results in a folder."""
     log = tmp_path / "output.log"
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            ["bash", "examples/quickstart.sh", str(tmp_path / "quickstart")],
+            ["bash", f"examples/{script}", str(folder)],
             cwd=repository,
             env=environment(tmp_path / "environment", repository),
             stdin=subprocess.DEVNULL,
@@ -42,9 +42,9 @@ def run_quickstart(repository: Path, tmp_path: Path) -> str:
             stderr=subprocess.STDOUT,
         )
         try:
-            code = process.wait(TIMEOUT_S)
+            code = process.wait(timeout_s)
         finally:
-            process.terminate()  # lets the script hand a stop on to the training run
+            process.terminate()  # lets the script hand a stop on to the training runs
             process.wait()
     printed = log.read_text(encoding="utf-8", errors="replace")
     assert code == 0, printed[-6000:]
@@ -53,8 +53,8 @@ def run_quickstart(repository: Path, tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_quickstart(repository, tmp_path):
-    printed = run_quickstart(repository, tmp_path)
     folder = tmp_path / "quickstart"
+    printed = run_example(repository, tmp_path, "quickstart.sh", folder, TIMEOUT_S)
     steps = yaml.safe_load((repository / "examples/configs/tiny_cpu.yaml").read_text())["training"]["train_steps"]
 
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -2,35 +2,18 @@
 
 import json
 import re
-import subprocess
 
 import pytest
 
-from tests.docs.test_quickstart import environment
+from tests.docs.test_quickstart import run_example
 
 TIMEOUT_S = 1800
 
 
 @pytest.mark.slow
 def test_why_feedback(repository, tmp_path):
-    folder, log = tmp_path / "why", tmp_path / "output.log"
-    with open(log, "w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            ["bash", "examples/why_feedback.sh", str(folder)],
-            cwd=repository,
-            env=environment(tmp_path / "environment", repository),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            code = process.wait(TIMEOUT_S)
-        finally:
-            process.terminate()  # lets the script hand a stop on to the training runs
-            process.wait()
-    printed = log.read_text(encoding="utf-8", errors="replace")
-    assert code == 0, printed[-6000:]
-
+    folder = tmp_path / "why"
+    printed = run_example(repository, tmp_path, "why_feedback.sh", folder, TIMEOUT_S)
     generated = json.loads((folder / "task_accuracy.json").read_text())["generated"]
     soft, standard = generated["FBT, SOFT"], generated["FBT, STANDARD"]
     assert soft["tokens"] >= 0.9 and soft["tokens"] >= standard["tokens"] + 0.08
