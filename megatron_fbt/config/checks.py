@@ -25,7 +25,7 @@ def validate_config(
         ConfigError: listing every problem found with field, value and remedy.
     """
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
-    problems = _model_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
+    problems = layout_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
     world_size = world_size or config.parallel.world_size
     if world_size is not None:
         problems += _world_problems(config, world_size, phase_start_steps)
@@ -89,7 +89,7 @@ def launcher_number(environment: Mapping[str, str], name: str) -> Optional[int]:
     return int(text)
 
 
-def _model_problems(config: PretrainConfig) -> List[str]:
+def layout_problems(config: PretrainConfig) -> List[str]:
     """Tensor and pipeline parallelism cut the model into equal parts."""
     tensor = config.parallel.tensor_model_parallel_size
     model, tensor_field = config.model, "tensor_model_parallel_size"

@@ -86,7 +86,11 @@ class FBTStage(LanguageModule):
         return self.embedding(input_ids=tokens, position_ids=None)
 
     def first_inputs(
-        self, tokens: torch.Tensor, states: Optional[torch.Tensor], fused: Optional[torch.Tensor]
+        self,
+        tokens: torch.Tensor,
+        states: Optional[torch.Tensor],
+        fused: Optional[torch.Tensor],
+        aligned: bool = False,
     ) -> torch.Tensor:
         """The stack's inputs u on the first stage.
 
@@ -94,6 +98,7 @@ class FBTStage(LanguageModule):
             tokens: [b, s].
             states: h of the previous pass, jittered, not shifted, [s/tp, b, h]; None in the plain pass.
             fused: [s/tp, b] bool, positions that are fused; the others stay plain.
+            aligned: states are those of the positions before already, as decoding has them.
 
         Returns:
             [s/tp, b, h].
@@ -105,7 +110,8 @@ class FBTStage(LanguageModule):
         plain = normed if self.input_norm == "rms" else embedded
         if states is None:
             return plain
-        return torch.where(fused[..., None], self.fusion(normed, states), plain)
+        fuse = self.fusion.step if aligned else self.fusion
+        return torch.where(fused[..., None], fuse(normed, states), plain)
 
     def run_layers(self, hidden: torch.Tensor, document_starts: torch.Tensor, recompute: str = "none") -> torch.Tensor:
         """Run this stage's layers and, on the last stage, the final norm.

@@ -57,9 +57,11 @@ class Fusion(MegatronModule):
         Returns:
             u, the same shape.
         """
-        value = shift_right(getattr(self, self.state_matrix)(self.prepare(states))[0])  # [s, b, h/tp]
-        token = getattr(self, self.token_matrix)(normed_tokens)[0]
-        return rms_normalize(self._whole_rows(self.mix(value, token)), self.config.layernorm_epsilon) * self.input_scale
+        return self._fuse(normed_tokens, shift_right(self._value(states)))
+
+    def step(self, normed_tokens: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """As forward, given the state of the position before each token, as decoding has it."""
+        return self._fuse(normed_tokens, self._value(previous))
 
     def prepare(self, states: torch.Tensor) -> torch.Tensor:
         """What W_state is applied to, row by row."""
@@ -68,6 +70,14 @@ class Fusion(MegatronModule):
     def mix(self, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         """Element-wise, of W_state h and W_token N(e)."""
         return value + token
+
+    def _value(self, states: torch.Tensor) -> torch.Tensor:
+        """W_state h, [s, b, h/tp]."""
+        return getattr(self, self.state_matrix)(self.prepare(states))[0]
+
+    def _fuse(self, normed_tokens: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        token = getattr(self, self.token_matrix)(normed_tokens)[0]
+        return rms_normalize(self._whole_rows(self.mix(value, token)), self.config.layernorm_epsilon) * self.input_scale
 
     def _whole_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, h/tp] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
