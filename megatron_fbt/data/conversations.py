@@ -26,8 +26,8 @@ from megatron_fbt.data.inputs import (
     InputFile,
     check_text,
     find_inputs,
+    parse_lines,
     parse_object,
-    read_lines,
 )
 from megatron_fbt.data.progress import Progress
 from megatron_fbt.data.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ def _write(files: List[InputFile], encoder: ChatEncoder, tokenizer: Tokenizer, f
         open(folder / "assistant.bin", "wb") as assistant,
         Progress(sum(file.size for file in files)) as progress,
     ):
-        for done, ids, mask in _encode_all(files, encoder):
+        for done, (ids, mask) in parse_lines(files, lambda line: encoder.encode(parse_conversation(line))):
             yield ""
             places = numpy.flatnonzero(mask[1:])
             if not len(places):
@@ -175,16 +175,3 @@ def _write(files: List[InputFile], encoder: ChatEncoder, tokenizer: Tokenizer, f
         "dtype": dtype.name,
     }
     write_report(folder, report)
-
-
-def _encode_all(files: List[InputFile], encoder: ChatEncoder) -> Iterator[Tuple[int, numpy.ndarray, numpy.ndarray]]:
-    """Bytes read so far, ids and assistant mask of each conversation."""
-    before = 0
-    for file in files:
-        for number, (line, position) in enumerate(read_lines(file), 1):
-            try:
-                messages = parse_conversation(line)
-                yield before + position, *encoder.encode(messages)
-            except BadRecord as error:
-                raise DataError(f"data.paths {file.path}, line {number}: {error} ({error.kind})") from error
-        before += file.size

@@ -8,9 +8,11 @@ import json
 import os
 import zlib
 from dataclasses import dataclass
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 from megatron_fbt.errors import ConfigError, DataError
+
+Parsed = TypeVar("Parsed")
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLOCK = 1 << 20
@@ -161,6 +163,27 @@ def read_lines(file: InputFile) -> Iterator[Tuple[bytes, int]]:
     rest = b"".join(parts)
     if rest:
         yield rest, position
+
+
+def parse_lines(files: Sequence[InputFile], parse: Callable[[bytes], Parsed]) -> Iterator[Tuple[int, Parsed]]:
+    """Each line of the files of data.paths parsed, with the bytes read so far, over all files.
+
+    Args:
+        files: In order.
+        parse: Of a line with its line end; raises BadRecord.
+
+    Raises:
+        DataError: A file cannot be read, or a line is bad: naming file and line.
+    """
+    before = 0
+    for file in files:
+        for number, (line, position) in enumerate(read_lines(file), 1):
+            try:
+                parsed = parse(line)
+            except BadRecord as error:
+                raise DataError(f"data.paths {file.path}, line {number}: {error} ({error.kind})") from error
+            yield before + position, parsed
+        before += file.size
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> List[Optional[str]]:

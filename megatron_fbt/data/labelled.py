@@ -21,7 +21,7 @@ import torch
 from megatron_fbt.config.data import DataConfig, parse_split
 from megatron_fbt.data.cache_folder import cached_folder, read_array, read_report, unreadable, write_report
 from megatron_fbt.data.first_rank import is_first_rank
-from megatron_fbt.data.inputs import BadRecord, InputFile, find_inputs, parse_object, read_lines
+from megatron_fbt.data.inputs import BadRecord, InputFile, find_inputs, parse_lines, parse_object
 from megatron_fbt.data.packing import shuffled
 from megatron_fbt.data.progress import Progress
 from megatron_fbt.data.splits import document_ranges
@@ -92,19 +92,13 @@ def prepare_labelled(config: DataConfig, cache: str, vocab_size: int) -> Iterato
 
 
 def _write(files: List[InputFile], length: int, vocab_size: int, folder: Path) -> Iterator[None]:
-    rows, scored, before = 0, 0, 0
+    rows, scored = 0, 0
     with open(folder / "rows.bin", "wb") as output, Progress(sum(file.size for file in files)) as progress:
-        for file in files:
-            for number, (line, position) in enumerate(read_lines(file), 1):
-                try:
-                    row = parse_row(line, length, vocab_size)
-                except BadRecord as error:
-                    raise DataError(f"data.paths {file.path}, line {number}: {error} ({error.kind})") from error
-                output.write(row.tobytes())
-                rows, scored = rows + 1, scored + int((row[1] != NO_LOSS).sum())
-                progress.update(before + position, rows, rows * length)
-                yield
-            before += file.size
+        for done, row in parse_lines(files, lambda line: parse_row(line, length, vocab_size)):
+            output.write(row.tobytes())
+            rows, scored = rows + 1, scored + int((row[1] != NO_LOSS).sum())
+            progress.update(done, rows, rows * length)
+            yield
     if not scored:
         raise DataError(
             f"data.paths {', '.join(file.path for file in files)}: {rows} rows and not one label that counts, so there "
