@@ -1,0 +1,203 @@
+"""Saving and loading a checkpoint against plain writes and reads of as many bytes on the same disk.
+
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint_speed.py --folder /tmp/checkpoint_speed     (2 GB; some minutes)
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint_speed.py --quick                            (6 MB; some seconds)
+
+A random model with full AdamW states goes through the code that runs use, in one process. Both sides of every
+comparison are in one round, in an order that turns from round to round, and both end with fsync. Before a load and
+before the plain read the files leave the page cache. Bars: an asynchronous save keeps training waiting for at most
+15 % of a synchronous save's time; saving and loading reach at least 0.6 of the plain throughput. Exit code 1: a bar is
+missed (not with --quick).
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Callable, Dict, List, Optional
+
+import torch
+
+from megatron_fbt.config.checkpoint import CheckpointConfig
+from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.grad_sync import wrap_for_data_parallel
+from megatron_fbt.core.manifest import read_manifest, sync_path
+from megatron_fbt.core.optimizer_state import state_kinds, write_state
+from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel
+from megatron_fbt.core.stage import FBTStage
+from megatron_fbt.training.checkpoint import Checkpointer
+from megatron_fbt.training.optimizer import Optimizer
+from megatron_fbt.training.run_folder import TrainerState
+
+BLOCK = 8 << 20
+BARS = {"asynchronous / synchronous": ("at most", 0.15), "save": ("at least", 0.6), "load": ("at least", 0.6)}
+VOCABULARY = 32_000
+
+
+class Subject:
+    """A model with optimizer states, and the checkpoints of it.
+
+    Args:
+        folder: for the files.
+        dtype: precision.dtype.
+        quick: a model of 0.4 instead of 150 million parameters.
+    """
+
+    def __init__(self, folder: Path, dtype: str, quick: bool):
+        self.folder, self.step = folder, 0
+        self.config = config = PretrainConfig()
+        model = config.model
+        model.num_layers, model.hidden_size, model.ffn_hidden_size = (2, 64, 256) if quick else (9, 1024, 2816)
+        model.num_attention_heads = model.num_query_groups = 8
+        model.vocab_size = 2048 if quick else VOCABULARY
+        config.precision.dtype = dtype
+        self.layout = initialize_parallel(config.parallel, seed=1)
+        self.stage = FBTStage(config, self.layout, model.vocab_size, model.vocab_size)
+        wrapped = wrap_for_data_parallel(self.stage, config.optimizer.sharding)
+        self.optimizer = Optimizer(config.optimizer, wrapped, self.layout)
+        for param in self.stage.parameters():
+            kinds = state_kinds(self.optimizer.megatron, param)
+            random = {kind: torch.rand(param.shape) for kind in kinds}
+            write_state(self.optimizer.megatron, param, random, updates=1)
+        self.checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(keep_last=1), self.layout)
+
+    @property
+    def content(self) -> tuple:
+        """What a save takes; each time of the next step."""
+        self.step += 1
+        state = TrainerState(step=self.step, updates=1, fusion_updates=1)
+        return self.stage, self.optimizer, state, dump_yaml(self.config)
+
+    @property
+    def newest(self) -> Path:
+        """The checkpoint written last."""
+        return self.checkpointer.folder.final(self.step)
+
+    def save(self) -> float:
+        """Write a checkpoint; seconds."""
+        return seconds(lambda: self.checkpointer.save(*self.content))
+
+    def save_beside(self) -> float:
+        """Write a checkpoint in the background; seconds in which training would stand still."""
+        begun = seconds(lambda: self.checkpointer.begin(*self.content))
+        while self.checkpointer.busy:
+            time.sleep(0.01)
+        return begun + seconds(self.checkpointer.finish)
+
+    def load(self) -> float:
+        """Read the newest checkpoint from the disk; seconds."""
+        forget(self.newest)
+        return seconds(lambda: self.checkpointer.load(self.newest, self.stage, self.optimizer))
+
+    def read_plain(self) -> float:
+        """Read the same files from the disk; seconds."""
+        forget(self.newest)
+        return seconds(lambda: [read_plain(path) for path in sorted(self.newest.iterdir())])
+
+    def write_plain(self) -> float:
+        """Write as many bytes to the same disk; seconds."""
+        target, size = self.folder / "plain", read_manifest(self.newest).size
+        taken = seconds(lambda: write_plain(target, size))
+        target.unlink()
+        return taken
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """How long something takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def forget(folder: Path) -> None:
+    """Take the files of a folder, which are on the disk, out of the page cache."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def write_plain(path: Path, size: int) -> None:
+    """Write random bytes in large blocks, and have them put onto the disk."""
+    block = memoryview(os.urandom(min(BLOCK, size)))
+    with open(path, "wb", buffering=0) as file:
+        for begin in range(0, size, BLOCK):
+            file.write(block[: size - begin])
+        os.fsync(file.fileno())
+    sync_path(path.parent)
+
+
+def read_plain(path: Path) -> None:
+    """Read a file in large blocks into the same memory."""
+    block = bytearray(BLOCK)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+
+
+def compare(subject: Subject, rounds: int) -> Dict[str, List[float]]:
+    """Seconds of every side in every round; a round before them warms up."""
+    subject.save()
+    sides = (subject.save, subject.save_beside, subject.write_plain, subject.load, subject.read_plain)
+    found: Dict[str, List[float]] = {side.__name__: [] for side in sides}
+    for number in range(-1, rounds):
+        for place in range(len(sides)):
+            side = sides[(place + number) % len(sides)]
+            taken = side()
+            if number >= 0:
+                found[side.__name__].append(taken)
+    return found
+
+
+def ratios(found: Dict[str, List[float]]) -> Dict[str, List[float]]:
+    """What the bars are about, by round."""
+    pairs = {
+        "asynchronous / synchronous": (found["save_beside"], found["save"]),
+        "save": (found["write_plain"], found["save"]),
+        "load": (found["read_plain"], found["load"]),
+    }
+    return {name: [a / b for a, b in zip(*sides, strict=True)] for name, sides in pairs.items()}
+
+
+def report(subject: Subject, found: Dict[str, List[float]]) -> bool:
+    """Print both tables; whether every bar holds."""
+    size = read_manifest(subject.newest).size
+    print(f"checkpoint of {size:,} bytes, {subject.config.precision.dtype}, {len(found['save'])} rounds, medians")
+    for name, taken in found.items():
+        median = statistics.median(taken)
+        rate = "" if name == "save_beside" else f"{size / median / 1e9:8.3f} GB/s"
+        print(f"  {name:28}{median:9.4f} s {rate}")
+    held = True
+    for name, values in ratios(found).items():
+        kind, bar = BARS[name]
+        median = statistics.median(values)
+        holds = median <= bar if kind == "at most" else median >= bar
+        held = held and holds
+        spread = f"{min(values):.3f} to {max(values):.3f}"
+        print(f"  {name:28}{median:9.3f}   ({spread}); bar {kind} {bar}: {'holds' if holds else 'missed'}")
+    return held
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("checkpoint_speed"), help="is made, and removed at the end")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs, bars mean nothing")
+    args = parser.parse_args(argv)
+    args.folder.mkdir(parents=True)
+    subject = Subject(args.folder, args.dtype, args.quick)
+    try:
+        held = report(subject, compare(subject, args.rounds))
+    finally:
+        shutil.rmtree(args.folder)
+        shut_down_parallel(subject.layout)
+    return 0 if held or args.quick else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
