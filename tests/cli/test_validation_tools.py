@@ -65,7 +65,21 @@ def test_table_has_a_row_for_each_validation_and_a_column_for_each_pass(run_fold
 def test_the_worst_pass_of_the_last_validation_decides(run_folder, margin, code):
     ended = run("show_validation", "--run", run_folder, "--unigram_entropy", 5.0, "--margin", margin, "--json")
     assert ended.returncode == code
-    assert json.loads(ended.stdout)["validations"][-1] == {"step": 3, "losses": [4.5, 4.25]}
+    assert json.loads(ended.stdout)["validations"][-1] == {"step": 3, "losses": [4.5, 4.25], "sequential": {}}
+
+
+def test_losses_under_the_recurrence_have_columns_of_their_own(run_folder):
+    sequential = {"validation_loss_soft": 4.75, "validation_loss_soft_trained": 4.5, "validation_loss_fused_2": None}
+    row = {"step": 4, "validation_loss_pass_1": 4.25, "validation_soft_update_norm": 0.125, **sequential}
+    (run_folder / "metrics.jsonl").write_text(
+        (run_folder / "metrics.jsonl").read_text().rsplit("\n", 1)[0] + "\n" + json.dumps(row) + "\n"
+    )
+    lines = [line.split() for line in run("show_validation", "--run", run_folder).stdout.splitlines()]
+    assert " ".join(lines[0]) == "step pass 1 pass 2 soft soft trained fused 2"
+    assert lines[2] == ["3", "4.5000", "4.2500", "-", "-", "-"]
+    assert lines[3] == ["4", "4.2500", "-", "4.7500", "4.5000", "non-finite"]
+    found = json.loads(run("show_validation", "--run", run_folder, "--json").stdout)["validations"]
+    assert found[-1]["sequential"] == {"soft": 4.75, "soft_trained": 4.5, "fused_2": None}
 
 
 def test_a_run_without_validation_is_an_error(tmp_path):
