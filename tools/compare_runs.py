@@ -11,10 +11,9 @@ Exit codes: 0 done, 2 options, 3 no usable metrics.
 """
 
 import argparse
-import json
 import sys
 
-from megatron_fbt.data.tool import run_tool
+from megatron_fbt.data.tool import run_report
 
 
 def main(argv=None) -> int:
@@ -27,11 +26,7 @@ def main(argv=None) -> int:
     from megatron_fbt.analysis.compare import describe
     from megatron_fbt.analysis.run_comparison import compare
 
-    report = {}
-    code = run_tool(lambda: report.update(compare(args.run, args.baseline, args.output)))
-    if not code:
-        print(json.dumps(report) if args.json else describe(report))
-    return code
+    return run_report(lambda: compare(args.run, args.baseline, args.output), describe, args.json)
 
 
 if __name__ == "__main__":

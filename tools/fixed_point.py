@@ -12,7 +12,6 @@ Exit codes: 0 done, 1 alarm (the update norm grows or the loss is not finite), 2
 """
 
 import argparse
-import json
 import sys
 
 
@@ -41,17 +40,9 @@ def main(argv=None) -> int:
     as_json = options.pop("json")
     from megatron_fbt.analysis.run_fixed_point import FixedPointOptions, measure  # so that --help is instant
     from megatron_fbt.analysis.stability import describe
-    from megatron_fbt.data.tool import run_tool
-    from megatron_fbt.training.metrics import json_ready
+    from megatron_fbt.data.tool import run_report
 
-    report = {}
-    code = run_tool(lambda: report.update(measure(FixedPointOptions(**options))))
-    if code:
-        return code
-    print(json.dumps(json_ready(report)) if as_json else describe(report))
-    if report["alarm"]:
-        print(f"alarm: {report['alarm']}", file=sys.stderr)
-    return 1 if report["alarm"] else 0
+    return run_report(lambda: measure(FixedPointOptions(**options)), describe, as_json)
 
 
 if __name__ == "__main__":

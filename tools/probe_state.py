@@ -12,7 +12,6 @@ Exit codes: 0 done, 2 options, 3 facts, 4 model folder, 5 states that are not fi
 """
 
 import argparse
-import json
 import sys
 
 
@@ -39,13 +38,9 @@ def main(argv=None) -> int:
     as_json = options.pop("json")
     options["regimes"] = options["regimes"].split(",")
     from megatron_fbt.analysis.run_probe import ProbeOptions, describe, measure  # so that --help is instant
-    from megatron_fbt.data.tool import run_tool
+    from megatron_fbt.data.tool import run_report
 
-    report = {}
-    code = run_tool(lambda: report.update(measure(ProbeOptions(**options))))
-    if not code:
-        print(json.dumps(report) if as_json else describe(report))
-    return code
+    return run_report(lambda: measure(ProbeOptions(**options)), describe, as_json)
 
 
 if __name__ == "__main__":

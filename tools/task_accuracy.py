@@ -12,7 +12,6 @@ Exit codes: 0 done, 2 options, 4 model folder.
 """
 
 import argparse
-import json
 import sys
 
 
@@ -33,14 +32,9 @@ def main(argv=None) -> int:
     options = vars(parse(argv))
     as_json = options.pop("json")
     from megatron_fbt.analysis.task_report import TaskReportOptions, describe, measure  # so that --help is instant
-    from megatron_fbt.data.tool import run_tool
+    from megatron_fbt.data.tool import run_report
 
-    report = {}
-    code = run_tool(lambda: report.update(measure(TaskReportOptions(**options))))
-    if code:
-        return code
-    print(json.dumps(report) if as_json else describe(report))
-    return 0
+    return run_report(lambda: measure(TaskReportOptions(**options)), describe, as_json)
 
 
 if __name__ == "__main__":

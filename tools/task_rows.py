@@ -10,7 +10,6 @@ Exit codes: 0 done, 2 options.
 """
 
 import argparse
-import json
 import sys
 
 
@@ -29,18 +28,16 @@ def main(argv=None) -> int:
     options = parse(argv)
     from megatron_fbt.analysis.task_report import make_rows  # so that --help is instant
     from megatron_fbt.analysis.tasks import TASKS, write_rows
-    from megatron_fbt.data.tool import run_tool
+    from megatron_fbt.data.tool import run_report
 
-    def work() -> None:
+    def work() -> dict:
         write_rows(make_rows(options.task, options.rows, options.length, options.seed), options.output)
+        return {"output": options.output, "rows": options.rows, "vocab_size": TASKS[options.task].vocab_size}
 
-    code = run_tool(work)
-    if code:
-        return code
-    report = {"output": options.output, "rows": options.rows, "vocab_size": TASKS[options.task].vocab_size}
-    lines = f"{options.rows:,} rows -> {options.output}; model.vocab_size {report['vocab_size']}"
-    print(json.dumps(report) if options.json else lines)
-    return 0
+    def describe(report: dict) -> str:
+        return f"{report['rows']:,} rows -> {report['output']}; model.vocab_size {report['vocab_size']}"
+
+    return run_report(work, describe, options.json)
 
 
 if __name__ == "__main__":

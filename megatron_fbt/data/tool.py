@@ -1,11 +1,12 @@
-"""What the data commands in tools/ share: exit codes, reports, an orderly end on a signal."""
+"""What the commands in tools/ share: exit codes, reports, an orderly end on a signal."""
 
 import json
 import signal
 import sys
-from typing import Callable
+from typing import Any, Callable, Dict
 
 from megatron_fbt.errors import FBTError
+from megatron_fbt.training.metrics import json_ready
 
 
 def run_tool(work: Callable[[], None]) -> int:
@@ -29,6 +30,27 @@ def run_tool(work: Callable[[], None]) -> int:
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def run_report(work: Callable[[], Dict[str, Any]], describe: Callable[[Dict[str, Any]], str], as_json: bool) -> int:
+    """Run a command that finds something out, print its report to standard output, and give the exit code.
+
+    An `alarm` in the report goes to standard error as well, and makes the exit code 1.
+
+    Args:
+        work: Gives the report.
+        describe: The report for a person.
+        as_json: Print one JSON object instead.
+    """
+    report: Dict[str, Any] = {}
+    code = run_tool(lambda: report.update(work()))
+    if code:
+        return code
+    print(json.dumps(json_ready(report)) if as_json else describe(report))
+    if report.get("alarm"):
+        print(f"alarm: {report['alarm']}", file=sys.stderr)
+        return 1
     return 0
 
 
