@@ -19,14 +19,12 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
-import torch
-
 from megatron_fbt.config.checkpoint import CheckpointConfig
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.grad_sync import wrap_for_data_parallel
 from megatron_fbt.core.manifest import read_manifest, sync_path
-from megatron_fbt.core.optimizer_state import state_kinds, write_state
+from megatron_fbt.core.optimizer_state import make_state
 from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.training.checkpoint import Checkpointer
@@ -60,9 +58,8 @@ class Subject:
         wrapped = wrap_for_data_parallel(self.stage, config.optimizer.sharding)
         self.optimizer = Optimizer(config.optimizer, wrapped, self.layout)
         for param in self.stage.parameters():
-            kinds = state_kinds(self.optimizer.megatron, param)
-            random = {kind: torch.rand(param.shape) for kind in kinds}
-            write_state(self.optimizer.megatron, param, random, updates=1)
+            for values in make_state(self.optimizer.megatron, param, updates=1).values.values():
+                values.uniform_()
         self.checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(keep_last=1), self.layout)
 
     @property

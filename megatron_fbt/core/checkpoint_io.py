@@ -2,88 +2,146 @@
 
 import contextlib
 import json
+import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, NamedTuple, Tuple
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_fbt.core.checkpoint_write import COMMON_FILE, FORMAT_FILE
-from megatron_fbt.core.manifest import check_content, check_size, check_sizes, read_manifest
+from megatron_fbt.core.manifest import Manifest, Progress, check_content, check_size, check_sizes, read_manifest
+from megatron_fbt.core.pieces import Piece
 from megatron_fbt.core.safe_index import INDEX, read_index
+from megatron_fbt.core.tensor_archive import FileSlice, fill, find_elements
 from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
 
 
-class CheckedReader(torch_checkpoint.FileSystemReader):
-    """PyTorch's reader of a checkpoint, with an index that executes nothing, and files that are what was written.
+class _Stretch(NamedTuple):
+    """What a chunk in a file and a piece have in common."""
+
+    place: Any
+    """File, begin and length of the chunk's archive."""
+    sizes: Tuple[int, ...]
+    """Of the chunk."""
+    dtype: torch.dtype
+    source: Tuple[slice, ...]
+    """In the chunk."""
+    target: Tensor
+    """Part of the piece."""
+
+
+@torch.no_grad()
+def read_pieces(pieces: Iterable[Piece], folder: Path, index: Metadata, verify: bool = True) -> None:
+    """Read pieces into their place, whatever layout wrote them; needs no process group.
+
+    Every file is read once, and hashed meanwhile. After a failure what was read so far is in place: the caller must
+    not go on with it.
 
     Args:
+        pieces: what this rank is to have. Rows of padded ones that the checkpoint does not have become 0.
         folder: the checkpoint.
-        verify: see that each file that is read has the manifest's hash, before anything of it is used; without it, only
-            that it has its size.
-
-    Raises:
-        DamagedCheckpointError: a file is missing or not what was written.
-    """
-
-    def __init__(self, folder: Path, verify: bool = True):
-        super().__init__(str(folder))
-        self.folder, self.verify = Path(folder), verify
-        self.manifest = read_manifest(self.folder)
-        self._index: Optional[Metadata] = None
-        self._intact: set = set()
-
-    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
-        """The index."""
-        if self._index is None:
-            self._check(INDEX)
-            self._index = read_index(self.folder)
-            self._index.storage_meta = self._index.storage_meta or StorageMeta()
-            self._index.storage_meta.load_id = self.load_id
-        return self._index
-
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read what a plan asks for, after the check of its files."""
-        names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
-        for name in sorted(names - self._intact):
-            self._check(name)
-        return super().read_data(plan, planner)
-
-    def _check(self, name: str) -> None:
-        (check_content if self.verify else check_size)(self.folder, name, self.manifest)
-        self._intact.add(name)
-
-
-def load_tensors(sharded: dict, folder: Path, verify: bool = True) -> dict:
-    """Read sharded tensors in this run's layout, whatever layout wrote them; collective.
-
-    Args:
-        sharded: Megatron-Core's description of this rank's tensors.
-        folder: the checkpoint.
-        verify: compare hashes of the files that this rank reads.
+        index: of it.
+        verify: compare the hashes of the files that this rank reads, whole files.
 
     Raises:
         DamagedCheckpointError: a file is damaged, or the tensors are not those of this model.
     """
-
     with _as_checkpoint_error(f"cannot read the checkpoint {folder}", "resume from an older checkpoint"):
-        with _checked_readers(verify):
-            return dist_checkpointing.load(sharded, str(folder))
+        manifest, by_file = read_manifest(folder), {}
+        for piece in pieces:
+            for stretch in _stretches(piece, folder, index):
+                by_file.setdefault(stretch.place.relative_path, []).append(stretch)
+        for name, stretches in sorted(by_file.items()):
+            stretches.sort(key=lambda stretch: stretch.place.offset)
+            check_size(folder, name, manifest)
+            with open(folder / name, "rb", buffering=0) as file, _hashing(folder, name, manifest, verify) as passed:
+                for stretch in stretches:
+                    passed(stretch.place.offset + stretch.place.length)
+                    _read_stretch(file, stretch)
 
 
 @contextlib.contextmanager
-def _checked_readers(verify: bool) -> Iterator[None]:
-    """Have Megatron-Core read through a CheckedReader."""
-    plain = torch_strategies._get_filesystem_reader
-    torch_strategies._get_filesystem_reader = lambda folder, *_, **__: CheckedReader(Path(folder), verify)
-    try:
-        yield
-    finally:
-        torch_strategies._get_filesystem_reader = plain
+def _hashing(folder: Path, name: str, manifest: Manifest, verify: bool) -> Iterator[Callable[[int], None]]:
+    """Hash a file in a thread; what is read meanwhile follows it, so that it comes from the page cache.
+
+    Yields:
+        Waits until the thread has passed a place in the file.
+
+    Raises:
+        DamagedCheckpointError: at the end, if the file is not what was written.
+    """
+    if not verify:
+        yield lambda place: None
+        return
+    progress = Progress()
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(check_content, folder, name, manifest, progress)
+        try:
+            yield progress.wait_for
+        except Exception:
+            checked.result()  # the damage is the better reason
+            raise
+        checked.result()
+
+
+def _stretches(piece: Piece, folder: Path, index: Metadata) -> Iterator[_Stretch]:
+    """Where a piece is stored.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint does not have it.
+    """
+    entry = index.state_dict_metadata.get(piece.name)
+    fixed = slice(1, None) if piece.padded else slice(None)
+    same = isinstance(entry, TensorStorageMetadata) and tuple(entry.size)[fixed] == piece.size[fixed]
+    if not same:
+        found = "no such tensor" if entry is None else f"one of shape {tuple(getattr(entry, 'size', ()))}"
+        raise DamagedCheckpointError(
+            f"{folder} is not of this model: {piece.name} has the shape {piece.size}, the checkpoint has {found}; "
+            "resume from an older checkpoint"
+        )
+    if piece.padded:
+        piece.tensor.zero_()
+    covered = 0
+    for chunk in entry.chunks:
+        bounds = [
+            (max(a, b), min(a + n, b + m))
+            for a, n, b, m in zip(piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
+        ]
+        if any(low >= high for low, high in bounds):
+            continue
+        source = tuple(slice(low - a, high - a) for (low, high), a in zip(bounds, chunk.offsets))
+        target = piece.tensor[tuple(slice(low - a, high - a) for (low, high), a in zip(bounds, piece.offsets))]
+        covered += target.numel()
+        place = index.storage_data[MetadataIndex(piece.name, chunk.offsets)]
+        yield _Stretch(place, tuple(chunk.sizes), entry.properties.dtype, source, target)
+    if covered != piece.tensor.numel() and not piece.padded:
+        raise DamagedCheckpointError(
+            f"{folder}: {covered:,} of {piece.tensor.numel():,} elements of {piece.name} are stored; resume from an "
+            "older checkpoint"
+        )
+
+
+def _read_stretch(file: BinaryIO, stretch: _Stretch) -> None:
+    """Read into the target; straight from the file into its memory where the bytes lie alike."""
+    place, sizes, dtype, source, target = stretch
+    archive = FileSlice(file, place.offset, place.length)
+    begin = find_elements(archive, sizes, math.prod(sizes) * dtype.itemsize, check=False)
+    if begin is None:
+        target.copy_(torch.load(archive, map_location="cpu", weights_only=True)[source])
+        return
+    rows = source[0] if sizes else slice(0, 1)
+    row = math.prod(sizes[1:])
+    file.seek(place.offset + begin + rows.start * row * dtype.itemsize)
+    whole_rows = all(part == slice(0, size) for part, size in zip(source[1:], sizes[1:]))
+    if whole_rows and target.dtype == dtype and target.is_cpu and target.is_contiguous():
+        fill(file, target)
+        return
+    part = torch.empty((rows.stop - rows.start, *sizes[1:]) if sizes else (), dtype=dtype)
+    fill(file, part)
+    target.copy_(part[(slice(None), *source[1:])] if sizes else part)
 
 
 def read_tensors(folder: Path, prefix: str = "", without: str = "") -> Dict[str, torch.Tensor]:
@@ -97,17 +155,15 @@ def read_tensors(folder: Path, prefix: str = "", without: str = "") -> Dict[str,
     Raises:
         DamagedCheckpointError: a file is missing or damaged.
     """
-    check_files(folder)
-    reader = CheckedReader(folder)
-    entries = {
-        name: entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    index = check_files(folder)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+        if not (without and name.startswith(without))
     }
-    names = [name for name in entries if not (without and name.startswith(without))]
-    tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
-    with _as_checkpoint_error(f"cannot read the checkpoint {folder}", "use an older checkpoint"):
-        torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    pieces = [Piece(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors.items()]
+    read_pieces(pieces, folder, index)
     return tensors
 
 
@@ -136,23 +192,13 @@ def check_files(folder: Path, verify: bool = True) -> Metadata:
 
 @contextlib.contextmanager
 def _as_checkpoint_error(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever the libraries raise (torch's own exception is no Exception) into one line."""
+    """Turn whatever a damaged file makes the libraries raise into one line."""
     try:
         yield
     except CheckpointError:
         raise
-    except (Exception, CheckpointException) as error:
-        error = _cause(error)
-        if isinstance(error, CheckpointError):
-            raise error from None
+    except Exception as error:
         raise DamagedCheckpointError(f"{what}: {_reason(error)}; {remedy}") from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Of several ranks' failures the first."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return next(iter(error.failures.values()))[0]
-    return error
 
 
 def _reason(error: BaseException) -> str:

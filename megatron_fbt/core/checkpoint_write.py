@@ -11,23 +11,19 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fbt.core.manifest import FileEntry, HashingFile, hash_file, sync_path
+from megatron_fbt.core.pieces import Piece
 from megatron_fbt.errors import CheckpointError
 
 COMMON_FILE = "common.pt"
@@ -85,7 +81,7 @@ class PlannedSave:
         index: on rank 0, of all tensors.
     """
 
-    def __init__(self, folder: Path, planner: MCoreSavePlanner, plan: SavePlan, index: Optional[Metadata]):
+    def __init__(self, folder: Path, planner: SavePlanner, plan: SavePlan, index: Optional[Metadata]):
         self.folder, self.planner, self.plan, self.index = folder, planner, plan, index
         self.writer = torch_checkpoint.FileSystemWriter(str(folder), single_file_per_rank=True)
         self.writer.fs = HashingFileSystem()
@@ -145,23 +141,50 @@ def finished_file(path: Path) -> FileEntry:
     return hash_file(path)
 
 
-def plan_save(sharded: dict, folder: Path, group: Optional[dist.ProcessGroup]) -> PlannedSave:
-    """Decide which rank writes which tensor; collective.
+class PiecePlanner(DefaultSavePlanner):
+    """Plans to write pieces as they are.
 
     Args:
-        sharded: Megatron-Core's description of this rank's tensors.
+        pieces: what this rank writes.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.tensors = {piece.key: piece.tensor for piece in pieces}
+        self.plan = SavePlan([_write_item(piece) for piece in pieces])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The tensor of an item."""
+        return self.tensors[write_item.index.fqn, tuple(write_item.index.offset)]
+
+
+def _write_item(piece: Piece) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.size())
+    data = TensorWriteData(chunk, TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.size))
+    return WriteItem(MetadataIndex(piece.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def plan_save(pieces: Sequence[Piece], folder: Path, group: Optional[dist.ProcessGroup]) -> PlannedSave:
+    """Plan to write pieces, and on rank 0 the index of those of all ranks; collective.
+
+    Args:
+        pieces: what this rank writes; of all ranks together, whole tensors.
         folder: exists and is empty.
         group: all ranks, over CPUs; None = the default group.
     """
-    tensors, _ = save_preprocess(sharded)
-    tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, True)
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner = PiecePlanner(pieces)
     rank, first = dist.get_rank(), dist.get_rank() == 0
-    planner.set_up_planner(mcore_to_pyt_state_dict(tensors, False), is_coordinator=first)
-    plan = planner.create_local_plan()
     plans = [None] * dist.get_world_size() if first else None
-    dist.gather_object(plan, plans, dst=0, group=group)
-    index = planner.create_global_plan(plans)[1] if first else None
-    plan = planner.create_decentralized_global_plan(plan)
-    plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
-    return PlannedSave(folder, planner, planner.finish_plan(plan), index)
+    dist.gather_object(planner.plan, plans, dst=0, group=group)
+    index = create_default_global_save_plan(plans)[1] if first else None
+    if first:
+        _see_whole_tensors(index)
+    return PlannedSave(
+        folder, planner, dataclasses.replace(planner.plan, storage_data=_StoragePrefix(f"__{rank}_")), index
+    )
+
+
+def _see_whole_tensors(index: Metadata) -> None:
+    for name, entry in index.state_dict_metadata.items():
+        covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        assert covered == math.prod(entry.size), f"{name}: {covered} elements of {tuple(entry.size)} are planned"

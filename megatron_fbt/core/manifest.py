@@ -5,7 +5,9 @@ Each process hashes what it writes while it writes it; rank 0 only gathers the e
 
 import hashlib
 import json
+import math
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -103,8 +105,30 @@ class HashingFile:
         return FileEntry(self._size, self._hash.hexdigest())
 
 
-def hash_file(path: Path) -> FileEntry:
+class Progress:
+    """How far a file has been read, for others who wait for it."""
+
+    def __init__(self) -> None:
+        self._changed, self._done = threading.Condition(), 0.0
+
+    def reached(self, place: float) -> None:
+        """Tell that the bytes before a place have been read; infinity: nobody shall wait any longer."""
+        with self._changed:
+            self._done = place
+            self._changed.notify_all()
+
+    def wait_for(self, place: int) -> None:
+        """Wait until the bytes before a place have been read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= place)
+
+
+def hash_file(path: Path, progress: Optional[Progress] = None) -> FileEntry:
     """Size and hash of a file as it is on the disk; a block is hashed while the next one is read.
+
+    Args:
+        path: the file.
+        progress: told how far it is.
 
     Raises:
         OSError: it cannot be read.
@@ -119,6 +143,8 @@ def hash_file(path: Path) -> FileEntry:
                 following = reader.submit(file.readinto, other)
                 digest.update(memoryview(block)[:count])
                 size += count
+                if progress is not None:
+                    progress.reached(size)
                 count, block, other = following.result(), other, block
     return FileEntry(size, digest.hexdigest())
 
@@ -192,18 +218,26 @@ def check_size(folder: Path, name: str, manifest: Manifest) -> None:
         raise DamagedCheckpointError(f"{path} {state}: the checkpoint is damaged; resume from an older one")
 
 
-def check_content(folder: Path, name: str, manifest: Manifest) -> None:
+def check_content(folder: Path, name: str, manifest: Manifest, progress: Optional[Progress] = None) -> None:
     """See that a file holds what was written.
+
+    Args:
+        folder: the checkpoint.
+        name: of the file.
+        manifest: of the checkpoint.
+        progress: told how far it is; nobody waits for it after the end.
 
     Raises:
         DamagedCheckpointError: naming the file.
     """
-    check_size(folder, name, manifest)
-    entry = manifest.files[name]
     try:
-        intact = hash_file(folder / name) == entry
+        check_size(folder, name, manifest)
+        intact = hash_file(folder / name, progress) == manifest.files[name]
     except OSError as error:
         raise DamagedCheckpointError(f"{folder / name} cannot be read: {error}; resume from an older one") from error
+    finally:
+        if progress is not None:
+            progress.reached(math.inf)
     if not intact:
         raise DamagedCheckpointError(
             f"{folder / name} is not what was written (its {HASH} differs from {MANIFEST}): the checkpoint is damaged; "

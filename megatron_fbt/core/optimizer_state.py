@@ -1,13 +1,14 @@
 """Optimizer state of a parameter in the parameter's own shape, whatever Megatron-Core's optimizer keeps it as.
 
 The distributed optimizer holds flat ranges that follow its buckets. Checkpoints hold, for every parameter, tensors of
-the parameter's shape, so that a run goes on in another layout and with sharding switched on or off.
+the parameter's shape, so that a run goes on in another layout and with sharding switched on or off; each rank writes
+and reads the boxes that its ranges are.
 """
 
+from dataclasses import dataclass
 from typing import Dict, List, Optional, Tuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -17,9 +18,9 @@ MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def state_kinds(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Tuple[str, ...]:
-    """Names of the tensors that make up a parameter's state: the master weight, then AdamW's moments or Muon's."""
-    return (MASTER, *_moments(optimizer, param))
+def _has_master(param: torch.nn.Parameter) -> bool:
+    """A float32 weight is what is stepped; any other has a float32 master."""
+    return param.dtype != torch.float32
 
 
 def _moments(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Tuple[str, ...]:
@@ -45,52 +46,58 @@ def _owned_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Tup
     return owned.start, owned.end
 
 
-def read_state(
-    optimizer: MegatronOptimizer, param: torch.nn.Parameter, data_group: dist.ProcessGroup
-) -> Dict[str, torch.Tensor]:
-    """Master weight and moments (state_kinds) of one parameter, float32 on the CPU, in the parameter's shape.
+@dataclass(frozen=True)
+class OwnedState:
+    """This rank's part of a parameter's state."""
 
-    Collective over the data-parallel group where states are sharded.
-    """
-    moments = _moments(optimizer, param)
-    whole = torch.zeros(1 + len(moments), param.numel(), dtype=torch.float32, device=param.device)
+    begin: int
+    """Of the range in the flattened parameter."""
+    values: Dict[str, torch.Tensor]
+    """By kind, [length of the range], float32: views of what the optimizer steps with."""
+
+
+def owned_state(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> OwnedState:
+    """What this rank has of a parameter's state; moments of a parameter that was never stepped are zeros."""
     main = _main_param(optimizer, param)
-    if main is not None:
-        begin, end = _owned_range(optimizer, param)
-        state = optimizer.optimizer.state.get(main, {})
-        whole[0, begin:end] = main.detach().flatten()
-        for row, name in enumerate(moments, start=1):
-            if name in state:
-                whole[row, begin:end] = state[name].flatten()
-    if isinstance(optimizer, DistributedOptimizer):
-        dist.all_reduce(whole, group=data_group)
-    return {name: whole[row].view(param.shape).cpu() for row, name in enumerate((MASTER, *moments))}
+    if main is None:
+        return OwnedState(0, {})
+    state = optimizer.optimizer.state.get(main, {})
+    values = {name: state[name] if name in state else torch.zeros_like(main) for name in _moments(optimizer, param)}
+    if _has_master(param):
+        values = {MASTER: main, **values}
+    begin, _ = _owned_range(optimizer, param)
+    return OwnedState(begin, {kind: value.detach().view(-1) for kind, value in values.items()})
+
+
+def is_sharded(optimizer: MegatronOptimizer) -> bool:
+    """Whether data-parallel ranks hold different parts of the state."""
+    return isinstance(optimizer, DistributedOptimizer)
 
 
 @torch.no_grad()
-def write_state(
-    optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: Dict[str, torch.Tensor], updates: int
-) -> None:
-    """Set master weight and moments of one parameter from tensors of its shape.
+def make_state(optimizer: MegatronOptimizer, param: torch.nn.Parameter, updates: int) -> OwnedState:
+    """Give this rank's part of a parameter a state to be filled.
 
     Args:
         optimizer: owner of the state.
         param: the model's parameter.
-        values: by state_kinds.
         updates: step count of this parameter; 0 leaves it without moments, as a parameter never stepped.
+
+    Returns:
+        What is to be filled, by kind.
     """
     main = _main_param(optimizer, param)
     if main is None:
-        return
-    begin, end = _owned_range(optimizer, param)
-    main.copy_(values[MASTER].flatten()[begin:end].view(main.shape))
-    if updates == 0:
-        return
+        return OwnedState(0, {})
     inner, moments = optimizer.optimizer, _moments(optimizer, param)
-    state = {name: values[name].flatten()[begin:end].view(main.shape).to(main.device) for name in moments}
-    if moments == MOMENTS and _counts_steps_by_parameter(optimizer):
-        state["step"] = torch.tensor(float(updates), dtype=torch.float32)
-    inner.state[main] = {name: tensor.clone() for name, tensor in state.items()}
+    inner.state.pop(main, None)
+    if updates > 0:
+        inner.state[main] = {name: torch.zeros_like(main) for name in moments}
+        if moments == MOMENTS and _counts_steps_by_parameter(optimizer):
+            inner.state[main]["step"] = torch.tensor(float(updates), dtype=torch.float32)
+    owned = owned_state(optimizer, param)
+    kept = {kind: value for kind, value in owned.values.items() if kind == MASTER or updates > 0}
+    return OwnedState(owned.begin, kept)
 
 
 def set_group_steps(optimizer: MegatronOptimizer, updates: List[int]) -> None:

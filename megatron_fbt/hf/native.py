@@ -12,9 +12,10 @@ from megatron_fbt.config.memory import MemoryConfig
 from megatron_fbt.config.parallel import ParallelConfig
 from megatron_fbt.config.plan import padded_vocab_size
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.checkpoint_io import load_tensors
+from megatron_fbt.core.checkpoint_io import check_files, read_pieces
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.core.parallel import Layout, initialize_parallel, shut_down_parallel
+from megatron_fbt.core.pieces import weight_pieces
 from megatron_fbt.core.stage import FBTStage
 
 
@@ -56,8 +57,8 @@ def _load(checkpoint: Path, config: PretrainConfig, vocab_size: int, layout: Lay
     stage = FBTStage(config, layout, vocab_size, padded).to(layout.device).eval()
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
     wanted = stage.sharded_state_dict(metadata=metadata)
-    tensors = {name: part for name, part in wanted.items() if not name.endswith("_extra_state")}  # of other backends
-    stage.load_state_dict(load_tensors(tensors, checkpoint, verify=False), strict=False)
+    pieces = [piece for parts in weight_pieces(wanted).values() for piece in parts]
+    read_pieces(pieces, checkpoint, check_files(checkpoint, verify=False), verify=False)
     return stage
 
 

@@ -7,22 +7,24 @@ Each rank writes its own file and hashes it on the way; rank 0 gathers the hashe
 """
 
 import copy
+import dataclasses
 import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fbt import __version__
 from megatron_fbt.config.checkpoint import CheckpointConfig
-from megatron_fbt.core.checkpoint_io import check_files, load_tensors, read_tensors
+from megatron_fbt.core.checkpoint_io import check_files, read_pieces, read_tensors
 from megatron_fbt.core.checkpoint_write import PlannedSave, Written, plan_save
 from megatron_fbt.core.grad_sync import FUSION_GROUP
-from megatron_fbt.core.optimizer_state import MASTER, read_state, set_group_steps, state_kinds, write_state
+from megatron_fbt.core.optimizer_state import MASTER, is_sharded, make_state, owned_state, set_group_steps
 from megatron_fbt.core.parallel import Layout
+from megatron_fbt.core.pieces import Piece, pieces_to_write, range_pieces, weight_pieces
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.errors import BadNumbersError, CheckpointError
 from megatron_fbt.training.checkpoint_folder import CheckpointFolder
@@ -90,6 +92,7 @@ class Checkpointer:
         self.guard: Callable[[], None] = lambda: None
         """Called on rank 0 before something is changed in the folder."""
         self._pending: Optional[PendingSave] = None
+        self._staging = Staging()
 
     def save(self, stage: FBTStage, optimizer: Optimizer, state: TrainerState, config_yaml: str) -> Path:
         """Write the checkpoint of state.step and return its folder.
@@ -118,12 +121,13 @@ class Checkpointer:
             BadNumbersError: a weight is not finite; nothing was written.
         """
         on_all_ranks(lambda: _refuse_bad_weights(stage, state.step), self.group)
-        weights = _model_state(stage, self.layout)
+        described = _describe(stage, self.layout)
+        pieces = [*_flat(weight_pieces(described)), *_flat(_state_pieces(described, stage, optimizer))]
+        own = pieces_to_write(pieces, self.layout.data_rank, self.layout.data_size)
         if background:
-            _detach_from_training(weights)
-        content = {**weights, **_optimizer_state(stage, optimizer, self.layout)}
+            own = self._staging.copy(own)
         temporary = on_first_rank(lambda: self._make_room(state.step), self.group)
-        planned = plan_save(content, temporary, self.group)
+        planned = plan_save(own, temporary, self.group)
         self._pending = PendingSave(planned, copy.deepcopy(state), config_yaml, self._facts())
         if background:
             self._pending.start()
@@ -187,91 +191,128 @@ class Checkpointer:
             DamagedCheckpointError: a file is missing or damaged, or the checkpoint is of another model.
         """
         state = read_trainer_state(checkpoint)
-        wanted = {**_model_state(stage, self.layout), **_optimizer_template(stage, optimizer, self.layout)}
-        content = self._read(wanted, checkpoint)
-        states = {name: content.pop(name) for name in list(content) if name.startswith("optimizer.")}
-        stage.load_state_dict(content)
         optimizer.updates, optimizer.fusion_updates = state.updates, state.fusion_updates
-        for name, param in stage.named_parameters():
-            kinds = state_kinds(optimizer.megatron, param)
-            values = {kind: states[f"optimizer.{kind}.{name}"] for kind in kinds}
-            fusion = name.startswith("fusion.")
-            write_state(optimizer.megatron, param, values, state.fusion_updates if fusion else state.updates)
+        self._read_into(checkpoint, stage, optimizer, state, [])
         groups = optimizer.param_groups
         counts = [state.fusion_updates if group.get(FUSION_GROUP) else state.updates for group in groups]
         set_group_steps(optimizer.megatron, counts)
         return state
 
-    def _read(self, wanted: dict, checkpoint: Path) -> dict:
-        """Read tensors; every rank checks the files that it reads, rank 0 that none is missing."""
-        verify, content = self.config.verify_on_load, {}
-        on_first_rank(lambda: check_files(checkpoint, verify) and None, self.group)
-        on_all_ranks(lambda: content.update(load_tensors(wanted, checkpoint, verify)), self.group)
-        return content
-
-    @torch.no_grad()
     def load_weights(self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer) -> None:
-        """Read the weights alone into place, from the float32 master weights of whatever number format wrote them.
+        """Read the weights alone into place, in float32 where the checkpoint has that.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
         """
-        params = dict(stage.named_parameters())
-        empty = {name: {MASTER: torch.empty(param.shape, dtype=torch.float32)} for name, param in params.items()}
-        content = self._read(_sharded_like_weights(stage, self.layout, empty), checkpoint)
-        for name, param in params.items():
-            master = content[f"optimizer.{MASTER}.{name}"]
-            param.copy_(master)
-            write_state(optimizer.megatron, param, {MASTER: master}, updates=0)
+        self._read_into(checkpoint, stage, optimizer, TrainerState(), [f"optimizer.{MASTER}."])
+
+    def _read_into(
+        self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer, state: TrainerState, better: List[str]
+    ) -> None:
+        """Read weights and the states that they have after so many updates.
+
+        Every rank checks the files that it reads, rank 0 that none is missing.
+
+        Args:
+            checkpoint: where from.
+            stage: the model.
+            optimizer: its optimizer.
+            state: says how many updates there were.
+            better: prefixes of names that weights are read from where the checkpoint has them.
+        """
+        verify = self.config.verify_on_load
+        on_first_rank(lambda: check_files(checkpoint, verify) and None, self.group)
+
+        def read() -> None:
+            index = check_files(checkpoint, verify=False)
+            described = _describe(stage, self.layout)
+            wanted = _state_pieces(described, stage, optimizer, state)
+            for name, pieces in weight_pieces(described).items():
+                own_master = pieces[0].tensor.dtype == torch.float32
+                wanted[f"weight {name}"] = _from(pieces, [f"optimizer.{MASTER}."] if own_master else better, index)
+            pieces = [_without_master(piece, index) for piece in _flat(wanted)]
+            read_pieces(pieces, checkpoint, index, verify)
+
+        on_all_ranks(read, self.group)
 
 
-def _model_state(stage: FBTStage, layout: Layout) -> dict:
+class Staging:
+    """Memory that copies of pieces are made in, once for all saves: taking new memory each time costs more."""
+
+    def __init__(self) -> None:
+        self._tensors: Dict[Tuple[str, Tuple[int, ...]], torch.Tensor] = {}
+
+    def copy(self, pieces: List[Piece]) -> List[Piece]:
+        """Copies on the CPU, valid until the next call."""
+        copied = []
+        for piece in pieces:
+            tensor = self._tensors.get(piece.key)
+            if tensor is None:
+                tensor = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
+                self._tensors[piece.key] = tensor
+            tensor.copy_(piece.tensor, non_blocking=True)
+            copied.append(dataclasses.replace(piece, tensor=tensor))
+        if any(piece.tensor.is_cuda for piece in pieces):
+            torch.cuda.synchronize()
+        return copied
+
+
+def _describe(stage: FBTStage, layout: Layout) -> Dict[str, Any]:
+    """Megatron-Core's description of the weights."""
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
     return stage.sharded_state_dict(metadata=metadata)
+
+
+def _flat(pieces: Dict[str, List[Piece]]) -> List[Piece]:
+    return [piece for found in pieces.values() for piece in found]
+
+
+def _state_pieces(
+    described: Dict[str, Any], stage: FBTStage, optimizer: Optimizer, state: Optional[TrainerState] = None
+) -> Dict[str, List[Piece]]:
+    """Pieces of the optimizer's states.
+
+    Args:
+        described: the weights.
+        stage: the model.
+        optimizer: its optimizer.
+        state: give parameters the states that they have after its updates, to be filled; None = states as they are.
+    """
+    sharded, found = is_sharded(optimizer.megatron), {}
+    for name, param in stage.named_parameters():
+        if state is None:
+            owned = owned_state(optimizer.megatron, param)
+        else:
+            updates = state.fusion_updates if name.startswith("fusion.") else state.updates
+            owned = make_state(optimizer.megatron, param, updates)
+        for kind, values in owned.values.items():
+            prefix = f"optimizer.{kind}."
+            found[prefix + name] = range_pieces(described[name], prefix, owned.begin, values, sharded)
+    return found
+
+
+def _from(pieces: List[Piece], prefixes: List[str], index: Metadata) -> List[Piece]:
+    """The same pieces under the first of the prefixes with which the checkpoint has them."""
+    for prefix in prefixes:
+        if all(prefix + piece.name in index.state_dict_metadata for piece in pieces):
+            return [dataclasses.replace(piece, name=prefix + piece.name) for piece in pieces]
+    return pieces
+
+
+def _without_master(piece: Piece, index: Metadata) -> Piece:
+    """Checkpoints of float32 weights hold no masters: these are the weights."""
+    weight = piece.name.removeprefix(f"optimizer.{MASTER}.")
+    return piece if piece.name in index.state_dict_metadata else dataclasses.replace(piece, name=weight)
 
 
 @torch.no_grad()
 def _refuse_bad_weights(stage: FBTStage, step: int) -> None:
     for name, param in stage.named_parameters():
-        if not torch.isfinite(param).all():
+        if not all(torch.isfinite(extreme) for extreme in torch.aminmax(param)):  # no memory for another tensor
             raise BadNumbersError(
                 f"step {step}: weight {name} holds numbers that are not finite; no checkpoint was written. Resume from "
                 "the one before, with a lower optimizer.lr"
             )
-
-
-def _detach_from_training(weights: dict) -> None:
-    """Replace tensors that training changes by copies on the CPU; optimizer states are copies already."""
-    for entry in weights.values():
-        if torch.is_tensor(getattr(entry, "data", None)):
-            entry.data = entry.data.detach().to("cpu", copy=True)
-
-
-def _optimizer_state(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> dict:
-    tensors: Dict[str, Dict[str, torch.Tensor]] = {
-        name: read_state(optimizer.megatron, param, layout.data_group) for name, param in stage.named_parameters()
-    }
-    return _sharded_like_weights(stage, layout, tensors)
-
-
-def _optimizer_template(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> dict:
-    tensors = {
-        name: {kind: torch.empty(param.shape, dtype=torch.float32) for kind in state_kinds(optimizer.megatron, param)}
-        for name, param in stage.named_parameters()
-    }
-    return _sharded_like_weights(stage, layout, tensors)
-
-
-def _sharded_like_weights(stage: FBTStage, layout: Layout, tensors: Dict[str, Dict[str, torch.Tensor]]) -> dict:
-    """Describe optimizer tensors to Megatron-Core as it describes the weights that they belong to."""
-    weights = _model_state(stage, layout)
-    described = {}
-    for name, values in tensors.items():
-        for kind, tensor in values.items():
-            described[f"optimizer.{kind}.{name}"] = make_sharded_optimizer_tensor(
-                weights[name], tensor, prefix=f"optimizer.{kind}"
-            )
-    return described
 
 
 def read_weights(checkpoint: Path) -> Dict[str, torch.Tensor]:

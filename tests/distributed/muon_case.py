@@ -7,10 +7,10 @@ import torch
 
 from megatron_fbt.core.grad_sync import reduce_gradients
 from megatron_fbt.core.muon import hidden_matrices
-from megatron_fbt.core.optimizer_state import read_state
 from megatron_fbt.training.lr_schedule import LearningRate
 from tests.distributed.model_case import Built, Grid, Piece, build, piece, start
 from tests.distributed.recipe_case import cut, in_layout, rows, small
+from tests.distributed.states import whole_state
 
 PASSES = (1, 1, 2, 1, 3)
 """The fusion layer wakes up in the third step and has no gradient in the fourth."""
@@ -61,7 +61,7 @@ def ours(built: Built) -> Loop:
 
 def _record(built: Built, loop: Loop) -> None:
     weights = dict(built.stage.named_parameters())
-    states = {name: read_state(built.optimizer.megatron, w, built.layout.data_group) for name, w in weights.items()}
+    states = {name: whole_state(built.optimizer.megatron, w, built.layout.data_group) for name, w in weights.items()}
     assert all(state["master"].to(weights[name].dtype).equal(weights[name]) for name, state in states.items())
     moments = {name: state.get("momentum_buffer", state.get("exp_avg")) for name, state in states.items()}
     loop.weights.append(piece(built, weights))

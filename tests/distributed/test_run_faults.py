@@ -120,12 +120,12 @@ class Faults:
         return after
 
     def bits(self, trainer):
-        from megatron_fbt.core.optimizer_state import read_state
+        from tests.distributed.states import whole_state
 
         found = {}
         for name, param in trainer.stage.named_parameters():
             found[name] = param.detach().float().numpy().tobytes()
-            for kind, value in read_state(trainer.optimizer.megatron, param, trainer.layout.data_group).items():
+            for kind, value in whole_state(trainer.optimizer.megatron, param, trainer.layout.data_group).items():
                 found[f"{kind} {name}"] = value.numpy().tobytes()
         return found
 
