@@ -9,7 +9,7 @@ from typing import Union
 
 import torch
 
-PASS_COUNT, PREFIX, JITTER, INITIAL_WEIGHT, DROPOUT, DATA_ORDER = 1, 2, 3, 4, 5, 6
+PASS_COUNT, PREFIX, JITTER, INITIAL_WEIGHT, DROPOUT, DATA_ORDER, TOKEN = 1, 2, 3, 4, 5, 6, 7
 """Streams: draws of different kinds never share a counter."""
 
 Counter = Union[int, torch.Tensor]
