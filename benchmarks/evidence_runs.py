@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
+import numpy
 import torch
 from transformers.utils import logging as transformers_logging
 
@@ -17,10 +18,14 @@ from megatron_fbt.analysis.accuracy import accuracy_by_passes, generation_accura
 from megatron_fbt.analysis.fixed_point import iterate
 from megatron_fbt.analysis.layer_inputs import layer_inputs
 from megatron_fbt.analysis.probe import cross_validate, fold_numbers
+from megatron_fbt.analysis.rows import indexed_rows
+from megatron_fbt.analysis.run_fixed_point import FixedPointOptions
+from megatron_fbt.analysis.run_fixed_point import measure as measure_fixed_point
 from megatron_fbt.analysis.tasks import TASKS, TaskRows, write_rows
 from megatron_fbt.config.feedback import PassPhase
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.data.indexed import IndexedWriter
 from megatron_fbt.hf.convert import Conversion, convert_checkpoint
 from megatron_fbt.inference.text import load_network
 from megatron_fbt.pretrain import main as pretrain
@@ -54,7 +59,7 @@ class Size:
         iterated_passes: Passes of the iteration to the fixed point.
     """
 
-    units: int = 2000
+    units: int = 3000
     generation_units: int = 4000
     byte_units: int = 1600
     length: int = 32
@@ -111,11 +116,20 @@ def rows_file(folder: Path, experiment: str, seed: int) -> Path:
     return folder / (f"{BYTES}-rows.jsonl" if experiment == BYTES else f"{experiment}-rows-{seed}.jsonl")
 
 
+def held_out_data(folder: Path) -> str:
+    """Prefix of the data set with the bytes that no model is trained on, as tools/fixed_point.py --data reads it."""
+    return str(folder / f"{BYTES}-held_out")
+
+
 def prepare(folder: Path, experiment: str, seed: int, size: Size) -> None:
-    """Write the training rows of an experiment; every model with this seed reads the same ones."""
+    """Write the training rows of an experiment, which every model with this seed reads, and the held-out bytes."""
     if experiment == BYTES:
-        train, _ = byte_rows(size.byte_length)
+        train, held_out = byte_rows(size.byte_length)
         rows = TaskRows(train[:, :-1], train[:, 1:])
+        writer = IndexedWriter(held_out_data(folder), BYTE_VALUES)
+        writer.add(held_out.flatten().numpy(), numpy.array([held_out.numel()]))
+        writer.finish()
+        writer.publish()
     else:
         generator = torch.Generator().manual_seed(seed)
         rows = TASKS[experiment].rows(size.units_of(experiment) * size.batch, size.length, generator)
@@ -142,8 +156,8 @@ def configuration(folder: Path, run: Run, size: Size) -> PretrainConfig:
     batch = size.byte_batch if is_bytes else size.batch
     config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 64, 4
     config.model.vocab_size = BYTE_VALUES if is_bytes else TASKS[run.experiment].vocab_size
-    config.model.ffn_hidden_size, config.model.make_vocab_size_divisible_by = 256, 8
-    config.model.init_method_std = 0.125  # 1 over the root of the width: less leaves SwiGLU almost linear at first
+    config.model.make_vocab_size_divisible_by = 8
+    config.model.init_method_std = 0.075  # 0.6 over the root of the width
     config.feedback.schedule = [PassPhase(begin, dict(mix)) for begin, mix in run.schedule]
     config.feedback.prefix.probability = 0.0
     config.feedback.prefix.granularity = "prompt" if run.experiment == "cot5" else "row"
@@ -183,20 +197,18 @@ def train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
 def _train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     config = configuration(folder, run, size)
     config_file, log = folder / f"{run.folder}.yaml", folder / f"{run.folder}.log"
     config_file.write_text(dump_yaml(config), encoding="utf-8")
     with open(log, "w", encoding="utf-8") as output, contextlib.redirect_stdout(output):
         with contextlib.redirect_stderr(output):
             code = pretrain(["--config", str(config_file)])
-    if code != 0:
-        raise RuntimeError(f"training {run.folder} ended with exit code {code}; see {log}")
-    trained_s = time.perf_counter() - began
-    export = folder / run.folder / "export"
-    convert_checkpoint(config.run.dir, export, Conversion(format="fbt", force=True))
-    model = load_network(export, "cpu")
-    measured = measure_bytes(model, run, size) if run.experiment == BYTES else measure_task(model, run, size)
+            if code != 0:
+                raise RuntimeError(f"training {run.folder} ended with exit code {code}; see {log}")
+            trained_s = time.perf_counter() - began
+            convert_checkpoint(config.run.dir, export_of(folder, run), Conversion(format="fbt", force=True))
+            measured = (measure_bytes if run.experiment == BYTES else measure_task)(folder, run, size)
     tokens = run.steps * config.training.global_batch_size * config.data.sequence_length
     return {
         **dataclasses.asdict(run),
@@ -204,6 +216,7 @@ def _train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
         "token_equivalents": token_equivalents(Path(config.run.dir)),
         "train_seconds": trained_s,
         "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu_began,
         **measured,
     }
 
@@ -218,9 +231,14 @@ def test_rows(experiment: str, count: int, length: int, seed: int) -> TaskRows:
     return TASKS[experiment].rows(count, length, torch.Generator().manual_seed(seed))
 
 
-def measure_task(model: Any, run: Run, size: Size) -> Dict[str, Any]:
+def export_of(folder: Path, run: Run) -> Path:
+    """Folder of a run's exported model."""
+    return folder / run.folder / "export"
+
+
+def measure_task(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
     """Accuracy by passes at the trained length, at twice that length, of free generation; the probe of fsm."""
-    found: Dict[str, Any] = {}
+    model, found = load_network(export_of(folder, run), "cpu"), {}
     single = run.max_passes == 1
     kinds = [("trained_length", size.length, TEST_SEED), ("double_length", 2 * size.length, LONG_SEED)]
     for name, length, seed in kinds[: 1 if run.experiment == "cot5" else 2]:
@@ -251,13 +269,25 @@ def probe_state(model: Any, experiment: str, size: Size) -> Dict[str, float]:
     return found
 
 
-def measure_bytes(model: Any, run: Run, size: Size) -> Dict[str, Any]:
-    """Loss on held-out bytes by passes, and the iteration towards the fixed point."""
-    _, held_out = byte_rows(size.byte_length)
-    rows = held_out[:: max(1, len(held_out) // size.byte_rows)][: size.byte_rows]
-    passes = 1 if run.max_passes == 1 else size.iterated_passes
-    series = iterate(model, rows, passes=passes, batch=16)
-    return {"losses": series.losses, "update_norms": series.update_norms}
+def measure_bytes(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
+    """Loss on held-out bytes by passes; with more than one, all that tools/fixed_point.py finds and draws."""
+    options = FixedPointOptions(
+        str(export_of(folder, run)),
+        data=held_out_data(folder),
+        passes=size.iterated_passes,
+        rows=size.byte_rows,
+        batch=16,
+        device="cpu",
+        output=str(folder / f"{run.folder}-fixed_point"),
+    )
+    if run.max_passes == 1:  # nothing to iterate, but the same rows
+        model = load_network(options.model, "cpu")
+        rows = indexed_rows(options.data, BYTE_VALUES, None, None, options.rows, size.byte_length, options.seed)
+        series = iterate(model, rows.input_ids, passes=1, batch=16, document_starts=rows.document_starts)
+        return {"losses": series.losses, "update_norms": series.update_norms}
+    report = measure_fixed_point(options)
+    kept = {name: report[name] for name in ("trained_passes", "contraction", "gap", "alarm", "verdict")}
+    return {"losses": report["loss"], "update_norms": report["update_norm"], "stability": kept}
 
 
 def environment() -> None:

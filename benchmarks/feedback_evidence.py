@@ -1,6 +1,8 @@
 """What feedback is good for and what not, at a size that two CPU cores train: standard transformers against FBT.
 
-    OMP_NUM_THREADS=1 python benchmarks/feedback_evidence.py        (about 35 minutes on 2 idle cores)
+    OMP_NUM_THREADS=1 python benchmarks/feedback_evidence.py        (less than 40 minutes on 2 idle cores)
+
+Needs the extra `plots`: the byte models that are trained with feedback are iterated by what tools/fixed_point.py does.
 
 Every model has 2 layers of width 64 and is trained by this project's trainer; within an experiment all have the same
 number of token-equivalents (tokens x passes), so that FBT sees fewer tokens. Seeds 0, 1 and 2 are all printed; a bar
@@ -153,7 +155,9 @@ def table_row(result: Result) -> List[str]:
         cells = [f"{losses[k - 1]:.3f}" if k <= len(losses) else "" for k in SHOWN_PASSES]
         cells += [f"{losses[-1]:.3f}" if len(losses) > 1 else "", ""]
         shown = [k for k in (2, 3, 10, 30, 100) if k <= len(norms) and norms[k - 1] is not None]
-        return [*head, *cells, "update norm " + ", ".join(f"{norms[k - 1]:.1e} ({k})" for k in shown) if shown else ""]
+        notes = "update norm " + ", ".join(f"{norms[k - 1]:.1e} ({k})" for k in shown) if shown else ""
+        rate = result.get("stability", {}).get("contraction", {}).get("rate")
+        return [*head, *cells, notes + (f"; factor {rate:.2f} a pass" if rate else "")]
     by_passes = result["trained_length"]
     cells = [_percent(by_passes[str(k)]["tokens"]) if str(k) in by_passes else "" for k in SHOWN_PASSES]
     cells.append(_percent(_pick(by_passes, "last")["tokens"]) if len(by_passes) > 1 else "")
@@ -232,6 +236,7 @@ def byte_summary(results: Sequence[Result]) -> List[Dict[str, Any]]:
                 "passes": len(losses[0]),
                 "last": statistics.median(values[-1] for values in losses),
                 "gap": statistics.median(values[-1] - values[depth - 1] for values in losses),
+                "verdicts": [run["stability"]["verdict"].split(":")[0] for run in runs if "stability" in run],
             }
         )
     return found
@@ -246,15 +251,17 @@ def conclusions(results: Sequence[Result], judged: Sequence[Dict[str, Any]]) -> 
         lines.append(f"  {state}  {bar['bar']}: {_percent(bar['median'])} {bar['limit']}  ({values})")
     summary = byte_summary(results)
     if summary:
-        lines += ["", "language modelling on bytes, nats per byte, medians of the seeds (no bars):"]
+        lines += ["", "language modelling on bytes, nats per byte, medians of the seeds; verdicts of each (no bars):"]
     for row in summary:
         text = f"  {row['model']}: best pass {row['best']:.3f}"
         if row["passes"] > 1:
             text += (
                 f"; trained depth of {row['trained_depth']} passes {row['trained']:.3f}, after {row['passes']} passes "
-                f"{row['last']:.3f}: gap {row['gap']:+.3f}"
+                f"{row['last']:.3f}: gap {row['gap']:+.3f}, {', '.join(row['verdicts'])}"
             )
         lines.append(text)
+    cpu_s = sum(result["cpu_seconds"] for result in results)
+    lines += ["", f"{len(results)} runs, {cpu_s:,.0f} CPU seconds: {cpu_s / 120:.0f} minutes on 2 idle cores"]
     return "\n".join(lines)
 
 

@@ -21,8 +21,8 @@ def test_runs_of_an_experiment_have_equal_token_equivalents(evidence):
     runs = {(run.experiment, run.name): run for run in evidence.plan_runs(list(evidence.MODELS), [7], evidence.Size())}
     assert {run.seed for run in runs.values()} == {7}
     steps = {key: run.steps for key, run in runs.items()}
-    assert steps["parity", "standard"] == steps["fsm", "standard"] == 2000
-    assert steps["parity", "FBT"] == steps["fsm", "FBT"] == 666  # three passes
+    assert steps["parity", "standard"] == steps["fsm", "standard"] == 3000
+    assert steps["parity", "FBT"] == steps["fsm", "FBT"] == 1000  # three passes
     assert (steps["cot5", "standard"], steps["cot5", "FBT"]) == (4000, 2285)  # 1.75 passes
     units = evidence.Size().byte_units
     assert steps["bytes", "2 passes only"] == units // 2
@@ -36,6 +36,7 @@ def parity(seed, name, accuracy, doubled=None):
 
     doubled = {"1": {"tokens": 0.5}, "64": {"tokens": accuracy if doubled is None else doubled}}
     found = {"experiment": "parity", "name": name, "seed": seed, "steps": 10, "tokens": 1e6, "token_equivalents": 3e6}
+    found["cpu_seconds"] = 600.0
     return {**found, "trained_length": at(accuracy), "double_length": doubled}
 
 
@@ -49,6 +50,7 @@ def test_a_bar_holds_for_the_median(evidence):
     assert judged["parity, RECURRENT, 2T"]["holds"] and not judged["parity, standard, T"]["holds"]
     text = evidence.conclusions(results, list(judged.values()))
     assert "MISSED  parity, standard, T: 0.730 <= 0.72  (0.500, 0.730, 0.900)" in text
+    assert text.splitlines()[-1] == "6 runs, 3,600 CPU seconds: 30 minutes on 2 idle cores"
     table = evidence.format_table(results).splitlines()
     assert len([line for line in table if line.startswith("parity")]) == 6
     assert "0.960" in table[3] and "0.800" in table[3]
@@ -65,7 +67,8 @@ def test_everything_runs(repository):
     for (experiment, name), run in runs.items():
         if experiment == "bytes":
             assert len(run["losses"]) == (1 if name.startswith("standard") else 6)
-            assert all(0 < loss < 6 for loss in run["losses"])
+            assert all(0 < loss < 6 for loss in run["losses"]) and run["cpu_seconds"] > 0
+            assert ("stability" in run) == (not name.startswith("standard"))
         else:
             passes = ["1"] if name == "standard" else ["1", "2", "3", "5", "8"]
             assert sorted(run["trained_length"], key=int) == passes
