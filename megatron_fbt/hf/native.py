@@ -1,4 +1,4 @@
-"""Logits of a checkpoint by the training code itself, in one process."""
+"""The model of a checkpoint in evaluation mode, and its logits by the training code itself, in one process."""
 
 import copy
 from pathlib import Path
@@ -46,14 +46,25 @@ def native_logits(
     layout = None
     try:
         layout = initialize_parallel(config.parallel, config.run.seed)
-        stage = _load(checkpoint, config, vocab_size, layout)
+        stage = load_stage(checkpoint, config, vocab_size, layout)
         return _run(stage, tokens, starts, passes)
     finally:
         shut_down_parallel(layout)
 
 
-def _load(checkpoint: Path, config: PretrainConfig, vocab_size: int, layout: Layout) -> FBTStage:
-    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, 1)
+def load_stage(checkpoint: Path, config: PretrainConfig, vocab_size: int, layout: Layout) -> FBTStage:
+    """This process's part of a checkpoint's model, in evaluation mode; of files only the sizes are checked.
+
+    Args:
+        checkpoint: The step's folder, of any layout.
+        config: What it was written with, with the sections parallel and precision of this process.
+        vocab_size: Entries of the vocabulary.
+        layout: This process's place.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of another model.
+    """
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size)
     stage = FBTStage(config, layout, vocab_size, padded).to(layout.device).eval()
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
     wanted = stage.sharded_state_dict(metadata=metadata)

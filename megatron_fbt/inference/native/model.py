@@ -23,7 +23,7 @@ from megatron_fbt.core.checkpoint_io import check_files
 from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.errors import ConfigError
-from megatron_fbt.hf.native import _load as load_stage
+from megatron_fbt.hf.native import load_stage
 from megatron_fbt.inference.native.rows import Rows
 from megatron_fbt.training.failure import on_all_ranks, on_first_rank
 from megatron_fbt.training.run_folder import find_step_folder, written_config
