@@ -18,6 +18,20 @@ SAME_LOSSES = {
     "data.sequence_length": "the row lengths differ, and a longer context alone gives lower losses",
     "training.eval_iters": "validation is on different numbers of rows",
 }
+SAME_COURSE = (
+    "training.train_steps",
+    "training.train_samples",
+    "training.train_tokens",
+    "training.global_batch_size",
+    "data.sequence_length",
+    "optimizer.type",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.lr_decay_style",
+    "optimizer.lr_decay_fraction",
+    "optimizer.lr_warmup_steps",
+)
+"""What the learning rate at a token follows from."""
 SAME_COMPUTE = ("model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "data.sequence_length")
 
 
@@ -135,6 +149,13 @@ def _setting_differences(baseline: Run, run: Run) -> List[str]:
     sizes = [[one.setting(name) for name in SAME_COMPUTE] for one in (baseline, run)]
     if baseline.config and run.config and sizes[0] != sizes[1]:
         found.append("models or rows differ in size, so equal token-equivalents are not equal compute")
+    if baseline.config and run.config:
+        differing = [name for name in SAME_COURSE if baseline.setting(name) != run.setting(name)]
+        if differing:
+            found.append(
+                f"lengths or learning rates differ ({', '.join(differing)}): the loss falls most while the learning "
+                "rate decays, so look first at where both runs end"
+            )
     return found
 
 

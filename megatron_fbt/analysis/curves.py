@@ -125,6 +125,8 @@ def read_run(folder: str, name: Optional[str] = None) -> Run:
     notes = []
     if len(rows) < len(found):
         notes.append(f"{len(found) - len(rows)} rows belong to steps that were executed again, or are not whole")
+    if bad := [row["step"] for row in rows if any(row[name] is None for name in row if "loss_pass_" in name)]:
+        notes.append(f"losses that are not finite are left out; steps with such: {len(bad)}, the last is {bad[-1]}")
     if (state := _state(path)) not in (None, "finished"):
         notes.append(f"status.json says that it is {state}, not finished: its last losses are not those of a whole run")
     tokens, equivalents = rows[-1]["tokens"], rows[-1]["token_equivalents"]

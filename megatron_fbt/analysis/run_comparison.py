@@ -1,5 +1,6 @@
 """What tools/compare_runs.py does: runs, report, plot."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -37,17 +38,19 @@ def compare(folders: Sequence[str], baseline: Optional[str] = None, output: Opti
 def draw(runs: Sequence[Run], report: Dict[str, Any], path: Path) -> None:
     """Losses over tokens and over token-equivalents, side by side."""
     metrics = _drawn(report)
-    figure, axes = new_figure(2, f"{' and '.join(run.name for run in runs[1:])} against {runs[0].name}")
+    colors = dict(zip([run.name for run in runs], itertools.cycle(COLORS)))
+    figure, axes = new_figure(2, f"{', '.join(run.name for run in runs[1:])} against {runs[0].name}")
     for axis, panel in zip(AXES, axes, strict=True):
-        for color, run in zip(COLORS, runs):
+        for run in runs:
             for metric in metrics:
-                _draw_curve(panel, run, metric, axis, color)
-        _draw_need(panel, report, axis, metrics[0] if metrics else "")
+                _draw_curve(panel, run, metric, axis, colors[run.name])
+        needs = _draw_needs(panel, report, axis, metrics[0] if metrics else "", colors)
         panel.set(xlabel=AXES[axis], title=f"at equal {AXES[axis]}", ylim=_loss_range(runs, metrics))
         panel.set_xlim(left=0)
         panel.xaxis.set_major_formatter(lambda value, _: format_count(value))
+        if axis == "tokens" or needs:
+            panel.legend(handles=None if axis == "tokens" else needs, fontsize=8, loc="upper right")
     axes[0].set_ylabel("loss (nats per token)")
-    axes[0].legend(fontsize=8)
     save(figure, path)
 
 
@@ -78,15 +81,14 @@ def _draw_curve(panel: Any, run: Run, metric: str, axis: str, color: str) -> Non
         panel.plot(curve.x[axis], curve.y, STYLES[metric], color=color, marker=marker, markersize=3, label=label)
 
 
-def _draw_need(panel: Any, report: Dict[str, Any], axis: str, metric: str) -> None:
-    """A level line from where a run ends to where the baseline has the same loss."""
-    chosen = [c for c in report["comparisons"] if (c["axis"], c["metric"]) == (axis, metric)]
-    for color, found in zip(COLORS[1:], chosen):
-        if found["status"] != "reached":
-            continue
-        level, ends = found["final_loss"], (found["final_at"], found["baseline_needs"])
-        panel.plot(ends, (level, level), "-.", color=color, linewidth=1)
-        panel.plot(ends[1:], [level], "x", color=color)
-        place = sum(ends) / 2
-        text = f"baseline needs {found['ratio']:.2f}x"
-        panel.annotate(text, (place, level), (0, -12), textcoords="offset points", ha="center", color=color)
+def _draw_needs(panel: Any, report: Dict[str, Any], axis: str, metric: str, colors: Dict[str, str]) -> List[Any]:
+    """Level lines from where a run ends to where the baseline has the same loss; they are returned."""
+    lines = []
+    for found in report["comparisons"]:
+        if (found["axis"], found["metric"], found["status"]) == (axis, metric, "reached"):
+            level, color = found["final_loss"], colors[found["run"]]
+            ends = (found["final_at"], found["baseline_needs"])
+            label = f"for {level:.3f}, {report['baseline']} needs {found['ratio']:.2f}x the {AXES[axis]}"
+            lines += panel.plot(ends, (level, level), "-.", color=color, linewidth=1, label=label)
+            panel.plot(ends[1:], [level], "x", color=color)
+    return lines

@@ -100,10 +100,12 @@ def test_soft_is_compared_with_pass_1_only_where_it_scores_the_same_positions(da
         ("model", "vocab_size", 51, "not comparable"),
         ("data", "paths", ["e"], "data sets differ"),
         ("model", "num_layers", 4, "not equal compute"),
+        ("training", "train_steps", 9, "differ (training.train_steps): the loss falls most while the learning rate"),
+        ("optimizer", "lr", 1e-3, "differ (optimizer.lr)"),
     ],
 )
 def test_settings_that_spoil_a_comparison_are_warned_of(section, field, value, word):
-    other = {**CONFIG, section: {**CONFIG[section], field: value}}
+    other = {**CONFIG, section: {**CONFIG.get(section, {}), field: value}}
     points = curve([(100, 4.0)])
     (warning,) = compare_runs([run("a", pass_1=points), run("b", other, pass_1=points)])["warnings"]
     assert word in warning and warning.startswith("a and b: ")

@@ -65,7 +65,8 @@ def test_run_folder(tmp_path):
     folder = write(tmp_path / "a", rows, tail='{"step": 4, "tok')
     (tmp_path / "a" / "config.yaml").write_text("model:\n  vocab_size: 7\n")
     run = read_run(folder)
-    assert (run.name, run.tokens, run.token_equivalents, run.notes) == ("a", 30, 60, [])
+    assert (run.name, run.tokens, run.token_equivalents) == ("a", 30, 60)
+    assert run.notes == ["losses that are not finite are left out; steps with such: 1, the last is 3"]
     assert {name: found.y for name, found in run.curves.items()} == {
         "training": [6.0, 5.0],
         "last_pass": [4.75],
