@@ -95,7 +95,18 @@ class FBTGenerationMixin(GenerationMixin):
             **{name: kwargs[name] for name in passed_on if name in kwargs},
         }
 
-    def generate(self, inputs=None, generation_config=None, regime=None, fused_passes=1, **kwargs):
+    def build_gate_table(self):
+        """Compute the gates of all tokens once; see FBTModel.build_gate_table."""
+        self.model.build_gate_table()
+
+    def choose_gate_table(self, wanted):
+        """Make, drop or check the gate table (True, False, None = keep one that still fits)."""
+        if wanted is False:
+            self.model.gate_table = None
+        elif wanted or self.model.gate_table is not None:
+            self.model.build_gate_table()
+
+    def generate(self, inputs=None, generation_config=None, regime=None, fused_passes=1, gate_table=None, **kwargs):
         """transformers' generate in one of the four regimes.
 
         Args:
@@ -103,6 +114,8 @@ class FBTGenerationMixin(GenerationMixin):
             generation_config: As in transformers.
             regime: "standard", "soft", "fused" or "recurrent"; None = config.regime.
             fused_passes: Fused passes over the prompt in the fused regime.
+            gate_table: True: look up the gates of tokens in a table, [vocab_size, hidden_size], which is computed in
+                the first such call and stays with the model; False: compute them. None = as the model has it.
             kwargs: As in transformers; temperature 0 = greedy.
 
         Raises:
@@ -110,6 +123,7 @@ class FBTGenerationMixin(GenerationMixin):
         """
         regime = self.config.regime if regime is None else regime
         check_regime(regime, fused_passes)
+        self.choose_gate_table(gate_table)
         base = self.generation_config if generation_config is None else generation_config
 
         def setting(name):

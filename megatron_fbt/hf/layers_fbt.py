@@ -1,7 +1,7 @@
 """Layers of a Full-Bandwidth Transformer: fusion, attention with its masks, MLP.
 
-Self-contained: this file is copied into every exported model folder, so it imports nothing but torch and the files
-beside it.
+Self-contained: this file is copied into every exported model folder, so it imports nothing but torch,
+transformers and the files beside it.
 Shapes: B rows, T positions of this call, S positions with the cached ones, D hidden, H heads, G key/value heads,
 C head size.
 """
@@ -9,6 +9,8 @@ C head size.
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def unit_rms(x, eps):
@@ -118,12 +120,76 @@ class FBTConcatFusion(FBTFusion):
 FUSION_CLASSES = {"gate": FBTGateFusion, "concat": FBTConcatFusion, "add": FBTFusion}
 
 
+class GateTable:
+    """sigmoid(W_G N(e)) of every token of the vocabulary: [V, D], in the weights' number format.
+
+    Args:
+        embedding: The model's embedding.
+        fusion: Its gate fusion.
+        rows: Tokens that are computed at a time.
+    """
+
+    @torch.no_grad()
+    def __init__(self, embedding, fusion, rows=8192):
+        self.made_of = self.identity(embedding, fusion)
+        self.checksums = self.sums(embedding, fusion)
+        self.values = torch.cat([fusion.token(part) for part in embedding.weight.split(rows)])
+
+    @staticmethod
+    def identity(embedding, fusion):
+        """Which tensors the two weights are now, and after how many changes that PyTorch counts."""
+        weights = (embedding.weight, fusion.token_gate.weight)
+        return [(w.data_ptr(), w.dtype, None if w.is_inference() else w._version) for w in weights]
+
+    @staticmethod
+    def sums(embedding, fusion):
+        """Sums over the bits of the two weights: other changes (through .data) show here."""
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        weights = (embedding.weight.detach(), fusion.token_gate.weight.detach())
+        return [w.view(integers[w.element_size()]).sum(dtype=torch.int64).item() for w in weights]
+
+    def fits(self, embedding, fusion, thoroughly=False):
+        """Whether the weights are still those that the table was made of."""
+        if self.made_of != self.identity(embedding, fusion):
+            return False
+        return not thoroughly or self.checksums == self.sums(embedding, fusion)
+
+
+def eager_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=1.0, **kwargs):
+    """Attention in PyTorch's basic operations: "eager" of transformers' attention interface.
+
+    Args:
+        module: Has `num_key_value_groups`.
+        query: [B, H, T, C].
+        key: [B, G, S, C], as `value`.
+        attention_mask: Of attention_mask_4d.
+        dropout: On the probabilities.
+        scaling: Of the scores.
+
+    Returns:
+        [B, T, H, C], and the probabilities [B, H, T, S].
+    """
+    key, value = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = F.dropout(scores.softmax(dim=-1, dtype=wide).to(query.dtype), dropout)
+    return (probabilities @ value).transpose(1, 2), probabilities
+
+
 class FBTAttention(nn.Module):
+    is_causal = True  # read by the attention functions of transformers, as the three names of __init__ are
+
     def __init__(self, config, layer_idx):
         super().__init__()
+        self.config = config
         self.layer_idx = layer_idx
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.window = config.window_of(layer_idx + 1)
         self.dropout = config.attention_dropout
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
@@ -144,11 +210,11 @@ class FBTAttention(nn.Module):
         v = self.v_proj(x).view(heads).transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # [B, G, S, C]
-        k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
+        name = self.config._attn_implementation or "sdpa"
+        attend = eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         dropout = self.dropout if self.training else 0.0
-        causal = mask is None and x.shape[1] > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-        out = out.transpose(1, 2).flatten(2)
+        options = {"dropout": dropout, "scaling": self.head_dim**-0.5, "sliding_window": self.window}
+        out = attend(self, q, k, v, mask, **options)[0].flatten(2)
         if self.g_proj is not None:
             out = (out * torch.sigmoid(self.g_proj(x).float())).to(out.dtype)
         return self.o_proj(out)
@@ -166,7 +232,7 @@ class FBTMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class FBTLayer(nn.Module):
+class FBTLayer(GradientCheckpointingLayer):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.dropout = config.hidden_dropout
@@ -178,7 +244,7 @@ class FBTLayer(nn.Module):
         self.mlp = FBTMLP(config)
 
     def forward(self, x, rotary, masks, cache):
-        """[B, T, D] -> the same shape; `masks` by window, of attention_mask_4d."""
+        """[B, T, D] -> the same shape; `masks` by window, see FBTModel.masks."""
         x = self.add(x, self.self_attn(self.input_layernorm(x), rotary, masks[self.window], cache))
         return self.add(x, self.mlp(self.post_attention_layernorm(x)))
 

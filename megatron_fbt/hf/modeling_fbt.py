@@ -35,7 +35,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_fbt import FBTConfig
 from .generation_fbt import CACHE_NAME, FBTCache, FBTGenerationMixin, check_regime, real_tokens
-from .layers_fbt import FUSION_CLASSES, FBTLayer, FBTRMSNorm, attention_mask_4d, rotary_angles, unit_rms
+from .layers_fbt import (
+    FUSION_CLASSES,
+    FBTGateFusion,
+    FBTLayer,
+    FBTRMSNorm,
+    GateTable,
+    attention_mask_4d,
+    rotary_angles,
+    unit_rms,
+)
 
 
 @dataclass
@@ -56,6 +65,8 @@ class FBTPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["FBTLayer"]
     _supports_sdpa = True
+    _supports_flash_attn = _supports_flash_attn_2 = True
+    supports_gradient_checkpointing = True
     _supports_cache_class = True  # read by transformers before 4.53
 
     def _init_weights(self, module):
@@ -83,7 +94,47 @@ class FBTModel(FBTPreTrainedModel):
         self.fusion = FUSION_CLASSES[config.fusion](config)
         self.layers = nn.ModuleList(FBTLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = FBTRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gate_table = None
         self.post_init()
+
+    def build_gate_table(self):
+        """Compute the gates sigmoid(W_G N(e)) of all tokens, [V, D]: calls without gradients look them up from now on.
+
+        The table goes as soon as the model trains or its weights change; it is no part of what is saved.
+
+        Raises:
+            ValueError: The fusion has no gate of a token, the model trains, or its weights are not in memory.
+        """
+        if type(self.fusion) is not FBTGateFusion:
+            raise ValueError(
+                f"gate_table: config.fusion is {self.config.fusion!r}, only 'gate' has gates; leave it out"
+            )
+        if self.training:
+            raise ValueError("gate_table: the model is in training mode, its gates change; call model.eval() first")
+        if type(self.fusion.token_gate) is not torch.nn.Linear:
+            kind = type(self.fusion.token_gate).__name__
+            raise ValueError(f"gate_table: token_gate is a {kind}, not a plain matrix; merge its adapter first")
+        if any(weight.is_meta for weight in (self.embed_tokens.weight, self.fusion.token_gate.weight)):
+            raise ValueError("gate_table: the weights are not in memory (offloaded); leave it out")
+        if self.gate_table is None or not self.gate_table.fits(self.embed_tokens, self.fusion, thoroughly=True):
+            self.gate_table = None
+            self.gate_table = GateTable(self.embed_tokens, self.fusion)
+
+    def gates(self, input_ids):
+        """Gates of tokens [B, T] from the table, [B, T, D]; None where they must be computed."""
+        if self.gate_table is None or torch.is_grad_enabled():
+            return None
+        plain_matrix = type(self.fusion.token_gate) is torch.nn.Linear
+        if not plain_matrix or not self.gate_table.fits(self.embed_tokens, self.fusion):
+            self.gate_table = None
+            return None
+        return F.embedding(input_ids, self.gate_table.values)
+
+    def train(self, mode=True):
+        """As in PyTorch; in training mode there is no gate table."""
+        if mode:
+            self.gate_table = None
+        return super().train(mode)
 
     def get_input_embeddings(self):
         return self.embed_tokens
@@ -95,7 +146,8 @@ class FBTModel(FBTPreTrainedModel):
         """Token ids [B, T] -> plain stack input and the token's part in the fusion, [B, T, D] each."""
         embedding = F.dropout(self.embed_tokens(input_ids), self.config.hidden_dropout, self.training)
         plain = unit_rms(embedding, self.config.rms_norm_eps) if self.config.input_norm == "rms" else embedding
-        return plain, self.fusion.token(embedding)
+        gates = self.gates(input_ids)
+        return plain, self.fusion.token(embedding) if gates is None else gates
 
     def positions(self, input_ids, keep, past, starts=None):
         """Position of every token, [B or 1, T]; padding before a row's first token has position 0.
@@ -108,11 +160,20 @@ class FBTModel(FBTPreTrainedModel):
             positions = (keep.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
         return positions if starts is None else positions - (positions * starts).cummax(-1).values
 
+    def masks(self, keep, past, length, device, documents):
+        """Attention mask by window: of attention_mask_4d, or `keep` itself for kernels that have causality built in."""
+        windows = {layer.window for layer in self.layers}
+        name = self.config._attn_implementation
+        if name in (None, "eager", "sdpa"):
+            return {w: attention_mask_4d(keep, past, length, device, w, documents) for w in windows}
+        if documents is not None:
+            raise ValueError(f"document_starts: attn_implementation={name!r} cannot keep documents apart; use 'sdpa'")
+        return dict.fromkeys(windows, keep)
+
     def stack(self, inputs, positions, keep=None, cache=None, documents=None):
         """Stack inputs [B, T, D] -> top states [B, T, D]; with a cache, after and into it."""
         past, length = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
-        windows = {layer.window for layer in self.layers}
-        masks = {w: attention_mask_4d(keep, past, length, inputs.device, w, documents) for w in windows}
+        masks = self.masks(keep, past, length, inputs.device, documents)
         rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, inputs.dtype)
         hidden = inputs
         for layer in self.layers:
@@ -151,7 +212,8 @@ class FBTModel(FBTPreTrainedModel):
             inputs = plain[:, now]
             if cache.state is not None:
                 fused = self.fusion(token[:, now], cache.state[:, None])
-                inputs = torch.where((positions[:, now] == 0)[..., None], inputs, fused)
+                begins = None if keep is None else (positions[:, now] == 0)[..., None]  # after padding
+                inputs = fused if begins is None else torch.where(begins, inputs, fused)
             seen = None if keep is None else keep[:, : past + t + 1]
             states.append(self.stack(inputs, positions[:, now], seen, cache))
         return torch.cat(states, dim=1)
@@ -254,6 +316,8 @@ class FBTForCausalLM(FBTPreTrainedModel, FBTGenerationMixin):
             use_cache = use_cache or cache is not None
         if cache is None and (use_cache or regime is not None):
             cache = FBTCache()
+        if cache is not None and self.is_gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError("use_cache: gradient checkpointing computes layers twice; leave out cache and regime")
         keep = real_tokens(attention_mask, cache, past)
         if regime is None:
             passes = self.config.passes if passes is None else passes
