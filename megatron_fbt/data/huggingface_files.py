@@ -5,6 +5,17 @@ from pathlib import Path
 
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 """Loads tokenizer.json as it is; 5.x writes another name for it, which 4.x does not know."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""What a tokenizer's folder may consist of."""
 OF_THIS_MACHINE = ("is_local", "local_files_only")
 
 

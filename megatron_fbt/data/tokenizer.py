@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
 from megatron_fbt.config.data import TokenizerConfig
-from megatron_fbt.data.huggingface_files import make_portable
+from megatron_fbt.data.huggingface_files import TOKENIZER_FILES, make_portable
 from megatron_fbt.errors import ConfigError, DataError
 
 SPACE_SYMBOL = "\u2581"
 """What SentencePiece writes for a space inside its pieces."""
+SENTENCEPIECE_FILE = "tokenizer.model"
+"""Name of a copy of a SentencePiece model."""
 
 
 class Tokenizer(ABC):
@@ -86,6 +88,10 @@ class Tokenizer(ABC):
             DataError: This tokenizer has no equal among Hugging Face's fast tokenizers.
         """
 
+    def files(self) -> Dict[str, Path]:
+        """The files that it was read from, by the names that copies of them must have; empty if there are none."""
+        return {}
+
     def tokenize(self, text: str) -> List[int]:
         """Token ids of one text, without any special token."""
         return self.tokenize_batch([text])[0]
@@ -136,6 +142,9 @@ class SentencePieceTokenizer(Tokenizer):
         self._space_symbol_ids = [byte_ids[byte] for byte in SPACE_SYMBOL.encode()] if self.is_lossless else []
         self._bytes = {token: byte for byte, token in enumerate(byte_ids)} if self.is_lossless else {}
         self._pieces: Optional[List[str]] = None
+
+    def files(self) -> Dict[str, Path]:
+        return {SENTENCEPIECE_FILE: self.path}
 
     def _keeps_spaces(self) -> bool:
         """Whether the model neither normalizes nor strips nor adds anything."""
@@ -240,6 +249,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         digest = hashlib.sha256(f"{backend.to_str()}\0{self._tokenizer.eos_token}".encode()).hexdigest()
         self.unique_identifiers = OrderedDict([("class", type(self).__name__), ("sha256", digest)])
+
+    def files(self) -> Dict[str, Path]:
+        names = dict.fromkeys([*TOKENIZER_FILES, *self._tokenizer.vocab_files_names.values()])
+        return {name: self.path / name for name in names if (self.path / name).is_file()}
 
     @property
     def eod(self) -> int:

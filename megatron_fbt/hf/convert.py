@@ -1,6 +1,5 @@
 """From a training checkpoint to an exported model."""
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,9 @@ import torch
 
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.tensor_reader import TensorReader
-from megatron_fbt.data.chat import chat_template
-from megatron_fbt.data.token_ids import run_tokenizer
+from megatron_fbt.data.stored_tokenizer import checkpoint_tokenizer
 from megatron_fbt.hf.export import ExportOptions, export_model
-from megatron_fbt.hf.folder import check_output, tokenizer_files
+from megatron_fbt.hf.folder import check_output
 from megatron_fbt.hf.stock import has_stock_class
 from megatron_fbt.hf.weights import VOCABULARY_TABLES, parse_dtype
 from megatron_fbt.training.run_folder import (
@@ -32,7 +30,7 @@ class Conversion:
     Attributes:
         dtype: "fp32", "bf16" or "fp16"; None = that of the run.
         format: "fbt" or "llama", see ExportOptions; None = llama for a baseline that a stock class computes, else fbt.
-        tokenizer_path: Where the tokenizer is now, if it is no longer where the run had it.
+        tokenizer_path: Another place to read the tokenizer from; None = the checkpoint's own copy.
         max_shard_size: Largest file of weights.
         verify: Compare logits with those of the training model.
         force: Replace an earlier export in the output folder.
@@ -68,16 +66,7 @@ def convert_checkpoint(
     step = find_step_folder(checkpoint)
     check_output(Path(output).absolute(), conversion.force)
     config = written_config(step)
-    data_config = dataclasses.replace(config.data, tokenizer=dataclasses.replace(config.data.tokenizer))
-    if conversion.tokenizer_path is not None:
-        config.data.tokenizer.path = conversion.tokenizer_path
-    elif config.data.tokenizer.path is not None and not Path(config.data.tokenizer.path).exists():
-        if tokenizer_files(step):  # an imported model that has moved
-            config.data.tokenizer.path = str(step)
-    tokenizer = run_tokenizer(config)
-    if config.data.format == "conversations":
-        tokenizer.saved_chat_template = chat_template(config.data, tokenizer)
-    config.data = data_config
+    tokenizer = checkpoint_tokenizer(step, config, conversion.tokenizer_path)
     state = read_trainer_state(step) if (step / STATE_FILE).is_file() else None
     options = ExportOptions(
         dtype=parse_dtype(conversion.dtype or config.precision.dtype),

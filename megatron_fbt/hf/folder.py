@@ -12,22 +12,12 @@ import socket
 from pathlib import Path
 from typing import Iterator, List
 
+from megatron_fbt.data.huggingface_files import TOKENIZER_FILES
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
 
 REPORT_FILE = "fbt_export.json"
 """Says that a folder is an export, and what was exported."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-"""What a tokenizer consists of; a checkpoint made of a Hugging Face folder holds them too."""
 
 
 def check_output(output: Path, force: bool) -> None:

@@ -30,6 +30,8 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         self.folder, self.config = folder, config
+        self.attached: Optional[Path] = None
+        """Folder of which every checkpoint holds a copy, file by file: the tokenizer's."""
 
     def final(self, step: int) -> Path:
         """The checkpoint of a step."""
@@ -72,6 +74,10 @@ class CheckpointFolder:
             for name, text in own.items():
                 replace_file(temporary / name, text)
                 files = {**files, name: hash_file(temporary / name)}
+            for path in sorted(self.attached.iterdir()) if self.attached and self.attached.is_dir() else []:
+                shutil.copyfile(path, temporary / path.name)
+                sync_path(temporary / path.name)
+                files = {**files, path.name: hash_file(temporary / path.name)}
             write_manifest(temporary, files, {"step": state.step, **facts})
             sync_path(temporary)
             if final.exists():  # out of the way at once; removed when its successor is in place

@@ -8,11 +8,13 @@ from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel
+from megatron_fbt.core.phases import phase
 from megatron_fbt.data.dataset import build_datasets
+from megatron_fbt.data.stored_tokenizer import FOLDER, store_tokenizer
 from megatron_fbt.data.tokenizer import Tokenizer
 from megatron_fbt.errors import StoppedBySignal
 from megatron_fbt.training.claim import claim_run_folder, resume
-from megatron_fbt.training.failure import speaks_first
+from megatron_fbt.training.failure import on_first_rank, speaks_first
 from megatron_fbt.training.fingerprint import data_fingerprint
 from megatron_fbt.training.lease import Lease
 from megatron_fbt.training.messages import hide_gpu_hints
@@ -80,7 +82,9 @@ def _train(config, plan, tokenizer, layout, planned, lease: Lease, reporter: Rep
     source = initial_checkpoint(config) if point.checkpoint is None else None
     reporter.starting("opening the data; row indices that are not cached yet are built")
     validation_rows = config.training.eval_iters * config.training.global_batch_size
-    datasets = build_datasets(config, tokenizer, plan.train_samples, validation_rows)
+    limits = config.parallel
+    with phase(limits, layout, limits.data_timeout_s):
+        datasets = build_datasets(config, tokenizer, plan.train_samples, validation_rows)
     reporter.say(f"building the model: {plan.parameters:,} parameters, {plan.largest_rank_parameters:,} on one process")
     trainer = Trainer(config, plan, layout, datasets, tokenizer.eod)
     trainer.guard, trainer.checkpointer.guard = lease.check_noticed, lease.check
@@ -91,10 +95,14 @@ def _train(config, plan, tokenizer, layout, planned, lease: Lease, reporter: Rep
         if config.checkpoint.init_from is not None:
             reporter.say("checkpoint.init_from is not read: the run resumes from its own checkpoint")
     elif source is not None:
-        trainer.checkpointer.load_weights(source, trainer.stage, trainer.optimizer)
+        with phase(limits, layout, limits.load_timeout_s):
+            trainer.checkpointer.load_weights(source, trainer.stage, trainer.optimizer)
         reporter.say(f"a new run with the weights of {source}")
         differing = [change for change in changed_fields(config, source) if change.startswith(NETWORK_FIELDS)]
         if differing:
             reporter.say(f"the network differs from the one that made them: {'; '.join(differing)}")
+    copied = Path(config.run.dir) / FOLDER
+    on_first_rank(lambda: store_tokenizer(tokenizer, config.data, copied), layout.cpu_group)
+    trainer.checkpointer.folder.attached = copied
     reporter.begin(trainer.state)
     trainer.train(reporter, requests)

@@ -1,6 +1,7 @@
 """tools/convert_to_hf.py on checkpoint folders."""
 
 import importlib.util
+import inspect
 import json
 import shutil
 
@@ -10,6 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.data.stored_tokenizer import store_tokenizer
+from megatron_fbt.data.tokenizer import build_tokenizer
+from megatron_fbt.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from tests.unit.hf.checkpoints import write_checkpoint
 from tests.unit.hf.exports import LetterTokenizer, load
 from tests.unit.hf.reference import Reference, random_weights, tiny_config
@@ -57,6 +61,44 @@ def test_a_step_a_checkpoints_folder_and_a_run(tool, run, tmp_path, capsys):
         assert tool.main(["--checkpoint", str(checkpoint), "--output", str(tmp_path / name)]) == 0
         assert exported_seed(tmp_path / name) == seed
     assert str(tmp_path / "c") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_nothing_but_the_checkpoint_is_needed(tool, tmp_path, monkeypatch, kind):
+    """What a run stores at its start; then only the step's folder is left, somewhere else and read-only."""
+    config = tiny_config(num_query_groups=2)
+    source, config.data.tokenizer.type = tmp_path / "source", kind
+    if kind == "huggingface":
+        LetterTokenizer().save_for_huggingface(source)
+        config.data.format, config.data.chat_template = "conversations", str(source / "mine.jinja")
+        (source / "mine.jinja").write_text("{{ messages | length }}")
+    else:
+        source.mkdir()
+        shutil.copy(inspect.__file__, source)
+        train_tokenizer(TokenizerTraining([str(source)], str(source / "small"), 1000, input_format="files"))
+    config.data.tokenizer.path = str(source if kind == "huggingface" else source / "small.model")
+    original = build_tokenizer(config.data.tokenizer)
+    store_tokenizer(original, config.data, tmp_path / "tokenizer")
+    step = tmp_path / "run" / "checkpoints" / "step_00000010"
+    write_checkpoint(step, random_weights(config, vocab_size=original.vocab_size), config)
+    moved = tmp_path / "elsewhere" / "my.checkpoint-1 x"
+    moved.parent.mkdir()
+    step.rename(moved)
+    for path in (tmp_path / "tokenizer").iterdir():
+        path.rename(moved / path.name)
+    shutil.rmtree(source)
+    shutil.rmtree(tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in moved.iterdir()}
+    for path in (*moved.iterdir(), moved):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    monkeypatch.chdir("/")
+    assert tool.main(["--checkpoint", str(moved), "--output", str(tmp_path / "out"), "--format", "fbt"]) == 0
+    assert {path.name: path.read_bytes() for path in moved.iterdir()} == before
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "012" if kind == "huggingface" else "def f7(x): return"
+    assert tokenizer(text, add_special_tokens=False).input_ids == original.tokenize(text)
+    if kind == "huggingface":
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "0"}], tokenize=False) == "1"
 
 
 @torch.no_grad()

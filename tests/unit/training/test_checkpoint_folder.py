@@ -7,7 +7,7 @@ import pytest
 from megatron_fbt.config.checkpoint import CheckpointConfig
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.manifest import check_sizes, hash_file
+from megatron_fbt.core.manifest import check_content, check_sizes, hash_file
 from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.checkpoint_folder import CheckpointFolder
 from megatron_fbt.training.resume import ResumePoint, latest_complete
@@ -41,6 +41,19 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep_last, kept):
         set(manifest.files) == {"tensors", "config.yaml", "trainer_state.json"} == set(names(final)) - {"manifest.json"}
     )
     assert manifest.facts["step"] == 8 and manifest.facts["layout"] == {"data": 2}
+
+
+def test_every_checkpoint_holds_the_tokenizer(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints", CheckpointConfig())
+    folder.attached = tmp_path / "tokenizer"
+    assert names(publish(folder, 1)) == ["config.yaml", "manifest.json", "tensors", "trainer_state.json"], "has none"
+    folder.attached.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder.attached / name).write_text(name * 3)
+    for final in (publish(folder, 2), publish(folder, 3)):
+        assert {"tokenizer.json", "chat_template.jinja"} < set(check_sizes(final).files)
+        assert (final / "tokenizer.json").read_text() == "tokenizer.json" * 3
+        check_content(final, "chat_template.jinja", check_sizes(final))
 
 
 def test_the_checkpoint_that_the_tracker_names_is_never_removed(tmp_path):
