@@ -28,7 +28,13 @@ class ParallelConfig(Section):
     overlap_param_gather: bool = False
     """Gather updated weights during the next forward (optimizer.sharding megatron). Not available: refused."""
     collective_timeout_s: float = 600.0
-    """Seconds after which a hanging collective ends the run."""
+    """Seconds after which a hanging collective ends the run; for phases slow by nature, the following ones."""
+    data_timeout_s: float = 7200.0
+    """Seconds that ranks wait for each other while data are read, and indices of their rows are built."""
+    load_timeout_s: float = 3600.0
+    """Seconds that ranks wait for each other while a checkpoint is loaded."""
+    save_timeout_s: float = 3600.0
+    """Seconds that ranks wait for each other while a checkpoint is written; in the background it may take longer."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -40,7 +46,7 @@ class ParallelConfig(Section):
         rules = Rules("parallel", self)
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         rules.integers(*sizes, "world_size")
-        rules.numbers("collective_timeout_s", above=True)
+        rules.numbers("collective_timeout_s", "data_timeout_s", "load_timeout_s", "save_timeout_s", above=True)
         if rules.usable("context_parallel_size") and self.context_parallel_size > 1:
             rules.add("context_parallel_size", "context parallelism is not available in this version", "set it to 1")
         if rules.usable("sequence_parallel", sizes[0]) and self.sequence_parallel:
