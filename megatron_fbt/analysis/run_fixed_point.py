@@ -96,6 +96,8 @@ def _check(options: FixedPointOptions) -> None:
     if options.split is not None and options.data is None:
         raise ConfigError("split belongs to a data set: give it with --data")
     check_model_folder(options.model)
+    if options.text is not None and not (Path(options.model) / "tokenizer_config.json").is_file():
+        raise ConfigError(f"text {options.text}: model {options.model} has no tokenizer to read it with; give --data")
     require_matplotlib()
 
 

@@ -11,7 +11,7 @@ from megatron_fbt.analysis.accuracy import Accuracy, accuracy_by_passes, generat
 from megatron_fbt.analysis.plots import COLORS, new_figure, require_matplotlib, save
 from megatron_fbt.analysis.run_fixed_point import output_folder
 from megatron_fbt.analysis.tasks import TASKS, TaskRows
-from megatron_fbt.errors import ConfigError
+from megatron_fbt.errors import CheckpointError, ConfigError
 from megatron_fbt.inference.text import check_model_folder, load_network
 from megatron_fbt.training.metrics import replace_file
 
@@ -36,21 +36,22 @@ def measure(options: TaskReportOptions) -> Dict[str, Any]:
 
     Raises:
         ConfigError: An option without a meaning, or matplotlib is missing.
-        CheckpointError: No exported model.
+        CheckpointError: No exported model, or one of another vocabulary than the task's.
     """
     rows = make_rows(options.task, options.rows, options.length, options.seed)
     require_matplotlib()
     for model in (options.model, options.baseline):
         if model is not None:
             check_model_folder(model)
+    feedback = _load(options.model, options.task)
+    baseline = None if options.baseline is None else _load(options.baseline, options.task)
     folder = output_folder(options.output)
-    feedback = load_network(options.model).float()
     found = {
         "FBT, SOFT": generation_accuracy(feedback, rows, "soft"),
         "FBT, STANDARD": generation_accuracy(feedback, rows, "standard"),
     }
-    if options.baseline is not None:
-        found["standard transformer"] = generation_accuracy(load_network(options.baseline).float(), rows, "standard")
+    if baseline is not None:
+        found["standard transformer"] = generation_accuracy(baseline, rows, "standard")
     by_passes = accuracy_by_passes(feedback, rows, [k for k in PASSES if k < options.length] + [options.length])
     report = {
         "task": options.task,
@@ -62,6 +63,16 @@ def measure(options: TaskReportOptions) -> Dict[str, Any]:
     replace_file(folder / "task_accuracy.json", json.dumps(report, indent=1) + "\n")
     draw(options, found, folder / "task_accuracy.png")
     return report
+
+
+def _load(folder: str, task: str) -> Any:
+    model, needed = load_network(folder).float(), TASKS[task].vocab_size
+    if model.config.vocab_size < needed:
+        raise CheckpointError(
+            f"model {folder}: its vocabulary of {model.config.vocab_size} ids is not that of the task {task}, which "
+            f"has {needed}; give a model that was trained on rows of this task"
+        )
+    return model
 
 
 def make_rows(task: str, rows: int, length: int, seed: int) -> TaskRows:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fbt.data.labelled import NO_LOSS
+from megatron_fbt.errors import ConfigError
 
 STATES, LETTERS = 6, 4
 """Of the automaton."""
@@ -98,8 +99,15 @@ TASKS: Dict[str, Task] = {
 
 
 def write_rows(rows: TaskRows, path: Union[str, Path]) -> None:
-    """Write rows as data.format labelled reads them."""
+    """Write rows as data.format labelled reads them.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     mark = {} if rows.feedback is None else {"feedback": rows.feedback.int().tolist()}
-    with open(path, "w", encoding="utf-8") as file:
-        for ids, labels in zip(rows.input_ids.tolist(), rows.labels.tolist(), strict=True):
-            file.write(json.dumps({"input_ids": ids, "labels": labels, **mark}) + "\n")
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            for ids, labels in zip(rows.input_ids.tolist(), rows.labels.tolist(), strict=True):
+                file.write(json.dumps({"input_ids": ids, "labels": labels, **mark}) + "\n")
+    except OSError as error:
+        raise ConfigError(f"output {path}: cannot be written ({error.strerror or error})") from error

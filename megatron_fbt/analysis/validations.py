@@ -18,10 +18,11 @@ def read_validations(run: str) -> List[Dict[str, Any]]:
     A loss that was not finite is None; `sequential` is empty where only the passes were measured.
 
     Raises:
-        DataError: The run folder has no validation.
+        DataError: There is no such run folder, or no validation in it.
     """
-    path = Path(run) / "metrics.jsonl"
-    found = []
+    path, found = Path(run) / "metrics.jsonl", []
+    if not path.is_file():
+        raise DataError(f"run {run}: no metrics.jsonl there; name the run.dir of a run that has trained")
     for row in read_metrics(path):
         losses = pass_values(row, VALIDATION_FIELD)
         if losses:

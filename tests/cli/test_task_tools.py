@@ -51,6 +51,20 @@ def test_rows_that_cannot_be_are_refused(tool, tmp_path, capsys, change, message
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_a_place_that_cannot_be_written_is_told(tool, tmp_path, capsys):
+    assert tool("task_rows").main(["--rows", "3", "--output", str(tmp_path / "no" / "rows.jsonl")]) == 2
+    assert "cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
+def test_a_model_of_another_task_is_refused(tool, tmp_path, capsys):
+    config = tiny_config()
+    config.model.vocab_size = TASKS["parity"].vocab_size
+    folder = export(tmp_path / "parity", random_weights(config, config.model.vocab_size), config)
+    assert tool("task_accuracy").main(["--model", str(folder), "--rows", "2", "--output", str(tmp_path / "out")]) == 4
+    error = capsys.readouterr().err
+    assert "vocabulary of 4 ids" in error and "which has 8" in error and not (tmp_path / "out").exists()
+
+
 def test_answers_of_two_models(tool, folder, tmp_path, capsys):
     output = tmp_path / "results"
     arguments = ["--model", str(folder), "--baseline", str(folder), "--rows", "20", "--length", "8"]

@@ -84,7 +84,10 @@ def test_losses_under_the_recurrence_have_columns_of_their_own(run_folder):
 
 def test_a_run_without_validation_is_an_error(tmp_path):
     ended = run("show_validation", "--run", tmp_path)
-    assert ended.returncode == 3 and "metrics.jsonl" in ended.stderr
+    assert ended.returncode == 3 and "no metrics.jsonl there" in ended.stderr
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    ended = run("show_validation", "--run", tmp_path)
+    assert ended.returncode == 3 and "no row has validation_loss_pass_1" in ended.stderr
 
 
 @pytest.mark.parametrize("options", [["--margin", "0.5"], ["--margin", "0.5", "--unigram_entropy", "nan"]])
