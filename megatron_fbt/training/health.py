@@ -18,22 +18,23 @@ def warnings(row: Mapping[str, Optional[float]], config: FeedbackConfig) -> List
         k = 2
         while row.get(f"{kind}update_norm_pass_{k + 1}") is not None:
             now, later = row[f"{kind}update_norm_pass_{k}"], row[f"{kind}update_norm_pass_{k + 1}"]
-            if later > now:
+            if not later <= now:  # a NaN too
                 found.append(
                     f"pass {k + 1} changes the states more than pass {k} did ({kind}update_norm {later:.3g} after "
                     f"{now:.3g}): the feedback map is no contraction; more three-pass batches help"
                 )
             k += 1
     soft, trained = row.get("validation_loss_soft"), row.get("validation_loss_soft_trained")
-    if soft is not None and trained is not None and soft - trained > config.sequential_eval.margin:
+    margin = config.sequential_eval.margin
+    if soft is not None and trained is not None and not soft - trained <= margin:
         found.append(
             f"decoding in SOFT will be worse than the trained passes: loss {soft:.4f} under the recurrence, "
             f"{trained:.4f} after {config.max_passes} passes (feedback.sequential_eval.margin = "
-            f"{config.sequential_eval.margin:g}); train more batches with three passes or more"
+            f"{margin:g}); train more batches with three passes or more"
         )
     for name, fused in row.items():
         if name.startswith("validation_loss_fused_") and None not in (soft, fused):
-            if fused - soft > config.sequential_eval.margin:
+            if not fused - soft <= margin:
                 found.append(
                     f"prompts are better left plain: loss {fused:.4f} after fused passes over the prompt, {soft:.4f} "
                     "after a plain one (decode in SOFT); prompts were not fused in training"
