@@ -19,6 +19,10 @@ class PlainTokenizer:
         self.vocab_size, self.eod = vocab_size, eod
         self.unique_identifiers = OrderedDict([("class", "PlainTokenizer"), ("size", str(vocab_size))])
 
+    def files(self):
+        """There are none."""
+        return {}
+
 
 def write_documents(prefix, documents, vocab_size=1000):
     """Write documents (lists of ids, end token included) as PREFIX.bin and PREFIX.idx; the prefix as text."""
