@@ -8,12 +8,11 @@ from typing import Callable, List, Optional, Sequence
 
 import torch
 
-from megatron_fbt.errors import ConfigError
+from megatron_fbt.errors import BadNumbersError, ConfigError
 from megatron_fbt.inference.native.model import NativeModel
 from megatron_fbt.inference.native.rows import Rows
-from megatron_fbt.inference.native.sampling import choose_tokens
+from megatron_fbt.inference.sampling import choose_tokens
 from megatron_fbt.inference.text import GenerationOptions
-from megatron_fbt.model.shift import shift_right
 
 
 class Decoder:
@@ -48,14 +47,24 @@ class Decoder:
         if self.regime == "recurrent":
             states = [self.step(rows.tokens[:, t : t + 1]) for t in range(length)]
             return torch.cat(states) if self.model.layout.is_last_stage else None
-        states = self.model.run(rows, self.model.plain_inputs(rows.tokens), 0, length)
-        for _ in range(self.fused_passes if self.regime == "fused" else 0):
-            before = self.model.feed_back(rows, states, length)
-            before = None if before is None else shift_right(before)
-            inputs = self.model.fused_inputs(rows.tokens, before, rows.fused_columns(0, length))
-            states = self.model.run(rows, inputs, 0, length)
+        count = 1 + self.fused_passes if self.regime == "fused" else 1
+        states = self.model.passes(rows, rows.tokens, 0, count)
         self.done, self._last = length, None if states is None else states[-1:]
         return states
+
+    @torch.no_grad()
+    def passes(self, tokens: torch.Tensor, count: int) -> Optional[torch.Tensor]:
+        """What follows the prompt, by parallel passes instead of one by one; it does not go on from there.
+
+        Args:
+            tokens: [b, n].
+            count: passes; the states of the first `count` - 1 columns are those of decoding.
+
+        Returns:
+            Top states [n, b, h] on the last stage, None on the others.
+        """
+        last = self.model.feed_back(self.rows, self._last, 1)
+        return self.model.passes(self.rows, tokens, self.done, count, last)
 
     @torch.no_grad()
     def step(self, tokens: torch.Tensor) -> Optional[torch.Tensor]:
@@ -108,6 +117,7 @@ def generate(
 
     Raises:
         ConfigError: an option without a meaning, or a prompt without a token or with an unknown one.
+        BadNumbersError: a logit is not finite.
     """
     options.validate()
     check_tokens(prompts, model.vocab_size)
@@ -157,4 +167,8 @@ def _choose(
     if states is not None:
         logits = model.logits(states[-1:])[0]
         tokens = choose_tokens(logits, options.temperature, options.top_k, options.top_p, seeds, number)
-    return model.agree(tokens, (len(seeds),), torch.int64)
+        tokens = tokens.masked_fill(~logits.isfinite().all(-1), -1)
+    tokens = model.agree(tokens, (len(seeds),), torch.int64)
+    if (tokens < 0).any():
+        raise BadNumbersError("the model's logits are not finite: there is no next token")
+    return tokens

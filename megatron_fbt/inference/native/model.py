@@ -81,6 +81,31 @@ class NativeModel:
         dist.send(hidden.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
         return None
 
+    def passes(
+        self, rows: Rows, tokens: torch.Tensor, begin: int, count: int, last: Optional[torch.Tensor] = None
+    ) -> Optional[torch.Tensor]:
+        """Parallel passes over some columns: the first one plain, the others fused with the states of the one before.
+
+        Args:
+            rows: the batch.
+            tokens: [b, n], those of columns begin to begin + n.
+            begin: columns before it are in the cache.
+            count: passes, at least 1.
+            last: state of the column before these, [1, b, h], on the first stage; None if there is none.
+
+        Returns:
+            Top states of the last pass on the last stage, None on the others.
+        """
+        length = tokens.size(1)
+        fused = rows.fused_columns(begin, begin + length)
+        states = self.run(rows, self.plain_inputs(tokens), begin, begin + length)
+        for _ in range(count - 1):
+            before = self.feed_back(rows, states, length)
+            if before is not None:
+                before = torch.cat([torch.zeros_like(before[:1]) if last is None else last, before[:-1]])
+            states = self.run(rows, self.fused_inputs(tokens, before, fused), begin, begin + length)
+        return states
+
     def feed_back(self, rows: Rows, states: Optional[torch.Tensor], columns: int) -> Optional[torch.Tensor]:
         """Bring top states from the last stage to the first one, where they are returned.
 

@@ -1,17 +1,14 @@
 """Log-likelihood of given continuations: by parallel passes, or by the recurrence of decoding itself."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from megatron_fbt.errors import ConfigError
+from megatron_fbt.errors import BadNumbersError, ConfigError
 from megatron_fbt.hf.generation_fbt import check_regime
 from megatron_fbt.inference.native.decoding import Decoder, check_tokens
 from megatron_fbt.inference.native.model import NativeModel
-from megatron_fbt.inference.native.rows import Rows
-from megatron_fbt.model.shift import shift_right
 
 MOST_LOGITS = 1 << 24
 """Of one piece of the positions that are scored: 64 MB."""
@@ -48,35 +45,24 @@ def score(
         pairs: (context, continuation), token ids of each, at least one.
         regime: standard, soft, fused or recurrent. The context is the prompt.
         fused_passes: fused passes over the context in the fused regime.
-        passes: parallel passes over context and continuation, the plain one included; the more, the closer to decoding,
-            which they equal from `exact_passes` on. None = decode token by token, the recurrence itself. The standard
-            regime takes one pass in any case.
+        passes: parallel passes K over the continuation, the plain one included (over the whole row in the recurrent
+            regime): the first K tokens have the likelihoods of decoding, later ones what K passes have settled. None =
+            decode token by token, the recurrence itself. Without a meaning in the standard regime.
         batch_size: rows that are computed together.
 
     Raises:
         ConfigError: a setting without a meaning, or an empty context or continuation.
+        BadNumbersError: a logit is not finite.
     """
     _check(model, pairs, regime, fused_passes, passes, batch_size)
-    by_recurrence = passes is None and regime != "standard"
     order = sorted(range(len(pairs)), key=lambda i: (len(pairs[i][1]), len(pairs[i][0])))
     found: Dict[int, Score] = {}
-    for batch in _batches(order, pairs, batch_size, by_recurrence):
+    for begin in range(0, len(order), batch_size):
+        batch = order[begin : begin + batch_size]
         chosen = [pairs[i] for i in batch]
-        if by_recurrence:
-            states = _decoded_states(model, chosen, regime, fused_passes)
-        else:
-            states = _pass_states(model, chosen, regime, fused_passes, passes or 1)
+        states = _states(model, chosen, regime, fused_passes, passes)
         found.update(zip(batch, _scores(model, chosen, states), strict=True))
     return [found[i] for i in range(len(pairs))]
-
-
-def exact_passes(context: int, continuation: int, regime: str, fused_passes: int = 1) -> int:
-    """Parallel passes that equal decoding token by token, for so many tokens of context and continuation."""
-    if regime == "standard":
-        return 1
-    if regime == "recurrent":
-        return context + continuation - 1
-    return continuation + (fused_passes if regime == "fused" else 0)
 
 
 def _check(
@@ -86,79 +72,51 @@ def _check(
         check_regime(regime, fused_passes)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    least = 1 + fused_passes if regime == "fused" else 1
-    if passes is not None and passes < least:
-        raise ConfigError(f"passes={passes}: must be at least {least} in the {regime} regime")
+    if passes is not None and passes < 1:
+        raise ConfigError(f"passes={passes}: must be at least 1")
     if batch < 1:
         raise ConfigError(f"batch_size={batch}: must be at least 1")
     for part in zip(*pairs):
         check_tokens(part, model.vocab_size)
 
 
-def _batches(
-    order: List[int], pairs: Sequence[Pair], batch_size: int, equal_continuations: bool
-) -> List[Tuple[int, ...]]:
-    """Pairs to compute together; in decoding, the rows of a batch leave their contexts in the same column."""
-    groups = itertools.groupby(order, key=lambda i: len(pairs[i][1]) if equal_continuations else 0)
-    whole = [list(members) for _, members in groups]
-    return [tuple(group[i : i + batch_size]) for group in whole for i in range(0, len(group), batch_size)]
-
-
 @torch.no_grad()
-def _decoded_states(
-    model: NativeModel, pairs: Sequence[Pair], regime: str, fused_passes: int
+def _states(
+    model: NativeModel, pairs: Sequence[Pair], regime: str, fused_passes: int, passes: Optional[int]
 ) -> Optional[torch.Tensor]:
-    """States that predict the continuations, decoded: [n, b, h] on the last stage."""
+    """States that predict the continuations: [longest continuation, b, h] on the last stage, None on the others."""
     contexts, continuations = zip(*pairs)
-    decoder = Decoder(model, contexts, regime, fused_passes, len(continuations[0]) - 1)
-    states = [decoder.prompt()]
-    tokens = torch.tensor([list(row) for row in continuations], device=model.layout.device)
-    states += [decoder.step(tokens[:, t : t + 1]) for t in range(tokens.size(1) - 1)]
-    if not model.layout.is_last_stage:
-        return None
-    return torch.cat([states[0][-1:], *states[1:]])
-
-
-@torch.no_grad()
-def _pass_states(
-    model: NativeModel, pairs: Sequence[Pair], regime: str, fused_passes: int, passes: int
-) -> Optional[torch.Tensor]:
-    """States of the last of some parallel passes, that of each row's last column the last: [n, b, h]."""
-    rows = Rows(model.stage, [[*context, *continuation[:-1]] for context, continuation in pairs], cached=False)
-    length, held = rows.length, None
-    behind = torch.tensor([len(continuation) - 1 for _, continuation in pairs], device=rows.device)
-    answer = torch.arange(length, device=rows.device)[:, None] >= length - behind  # [s, b]
-    prompt_passes = {"standard": 1, "soft": 1, "fused": 1 + fused_passes, "recurrent": passes}[regime]
-    most = max(exact_passes(len(context), len(continuation), regime, fused_passes) for context, continuation in pairs)
-    inputs = model.plain_inputs(rows.tokens)
-    states = model.run(rows, inputs, 0, length)
-    for number in range(2, min(passes, most) + 1):
-        before = model.feed_back(rows, states, length)
-        before = None if before is None else shift_right(before)
-        held = inputs if number == prompt_passes + 1 else held
-        inputs = model.fused_inputs(rows.tokens, before, rows.fused_columns(0, length))
-        if number > prompt_passes and inputs is not None:
-            inputs = torch.where(answer[..., None], inputs, held)
-        states = model.run(rows, inputs, 0, length)
-    return states
+    length = max(map(len, continuations)) - 1
+    filled = [[*row[:-1], *[0] * (length + 1 - len(row))] for row in continuations]  # on the right: nothing looks there
+    tokens = torch.tensor(filled, dtype=torch.int64, device=model.layout.device).view(len(pairs), length)
+    decoder = Decoder(model, contexts, regime, fused_passes, length)
+    if regime == "standard" or (regime == "recurrent" and passes is not None):
+        whole = torch.cat([decoder.rows.tokens, tokens], dim=1)
+        count = 1 if regime == "standard" else min(passes, whole.size(1))
+        states = [model.passes(decoder.rows, whole, 0, count)]
+    else:
+        states = [decoder.prompt()]
+        if passes is None:
+            states += [decoder.step(tokens[:, t : t + 1]) for t in range(length)]
+        elif length:
+            states.append(decoder.passes(tokens, min(passes, length + 1)))
+    return torch.cat(states)[-length - 1 :] if model.layout.is_last_stage else None
 
 
 @torch.no_grad()
 def _scores(model: NativeModel, pairs: Sequence[Pair], states: Optional[torch.Tensor]) -> List[Score]:
-    """Scores of the continuations, whose last tokens the last columns predict."""
-    targets = [token for _, continuation in pairs for token in continuation]
+    """Scores of the continuations, whose first tokens the first states predict."""
+    lengths = [len(continuation) for _, continuation in pairs]
     result = None
     if states is not None:
-        lengths = [len(continuation) for _, continuation in pairs]
-        picked = torch.cat([states[-length:, row] for row, length in enumerate(lengths)])  # [tokens, h]
+        picked = torch.cat([states[:length, row] for row, length in enumerate(lengths)])  # [tokens, h]
+        targets = [token for _, continuation in pairs for token in continuation]
         result = _token_scores(model, picked, torch.tensor(targets, device=picked.device))
-    result = model.agree(result, (2, len(targets)), torch.float64).cpu()
-    found, begin = [], 0
-    for _, continuation in pairs:
-        values, likeliest = result[:, begin : begin + len(continuation)]
-        found.append(Score(values.tolist(), bool(likeliest.all())))
-        begin += len(continuation)
-    return found
+    result = model.agree(result, (2, sum(lengths)), torch.float64).cpu()
+    if not result.isfinite().all():
+        raise BadNumbersError("the model's logits are not finite: it cannot be scored")
+    pieces = result.split(lengths, dim=1)
+    return [Score(values.tolist(), bool(likeliest.all())) for values, likeliest in pieces]
 
 
 def _token_scores(model: NativeModel, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
