@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format (default: that of the run)")
     parser.add_argument("--max_shard_size", metavar="SIZE", default="5GB", help="largest file (default: %(default)s)")
-    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer file or folder (default: the checkpoint's own copy)")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer file or folder (default: the checkpoint's own)")
     parser.add_argument(
         "--verify",
         action="store_true",

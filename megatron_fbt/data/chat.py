@@ -90,6 +90,15 @@ class ChatEncoder:
         ]
         return numpy.array(joined, dtype=numpy.int64), numpy.concatenate([numpy.zeros(0, dtype=bool), *mask])
 
+    def encode_prompt(self, messages: Sequence[Dict[str, Any]]) -> List[int]:
+        """Token ids of a conversation and of what the template writes before the assistant's next turn.
+
+        Raises:
+            BadRecord: The template refuses the conversation.
+        """
+        marked = [self._mark(message) for message in messages]
+        return self._ids(self._render(marked, add_generation_prompt=True)[0])
+
     def _cut(self, whole: List[int], text: str, cuts: List[int]) -> List[List[int]]:
         """The tokens of the text between the cuts, for tokenizers that add something to the begin of each text."""
         ends = [0]

@@ -4,12 +4,14 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from megatron_fbt.hf.modeling_fbt import FBTForCausalLM
 from tests.unit.hf.exports import export
 from tests.unit.hf.reference import Reference, random_weights, tiny_config
 
@@ -85,14 +87,71 @@ def test_prompt_from_a_file_and_from_stdin(tool, folder, tmp_path, capsys, monke
         ["--prompt_file", "absent.txt"],
         ["--prompt", ""],
         ["--device", "nonsense"],
+        ["--batch_size", "0"],
+        ["--stream", "--json"],
+        ["--stream", "--batch_size", "2"],
+        ["--seed", "-1"],
+        ["--top_p", "1.5"],
+        ["--top_p", "nan"],
+        ["--temperature", "inf"],
+        ["--prompts", "absent.jsonl"],
     ],
 )
 def test_wrong_arguments_end_before_the_weights_are_read(tool, tmp_path, folder, capsys, arguments, monkeypatch):
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(FBTForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     prompt = [] if arguments[0].startswith("--prompt") else ["--prompt", "0"]
     assert tool.main(["--model", str(folder), *prompt, *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and arguments[0].removeprefix("--").split("_file")[0] in error
+
+
+def test_many_prompts_in_order(tool, folder, tmp_path, capsys):
+    texts = ["0123", "ABC", "9", "0123", "KLMNO"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text, "id": text}) + "\n" for text in texts))
+    (tmp_path / "p.txt").write_text("\n".join(texts))
+    common = ["--model", str(folder), "--max_new_tokens", "8"]
+    assert tool.main([*common, "--prompts", str(tmp_path / "p.jsonl"), "--batch_size", "2", "--json"]) == 0
+    done = capsys.readouterr()
+    results = [json.loads(line) for line in done.out.splitlines()]
+    assert [(result["number"], result["prompt"]) for result in results] == list(enumerate(texts, 1))
+    assert [result["continuation"] for result in results] == [expected_text("soft", text, 8) for text in texts]
+    assert "5 prompts" in done.err and "tokens/s" in done.err
+    assert tool.main([*common, "--prompts", str(tmp_path / "p.txt"), "--gate_table"]) == 0
+    blocks = "".join(f"--- {n} of 5\n{expected_text('soft', text, 8)}\n" for n, text in enumerate(texts, 1))
+    assert capsys.readouterr().out == blocks
+    assert tool.main([*common, "--prompts", str(tmp_path / "p.txt"), "--stream"]) == 0
+    assert capsys.readouterr().out == blocks
+    assert tool.main([*common, *[word for text in texts for word in ("--prompt", text)], "--batch_size", "3"]) == 0
+    assert capsys.readouterr().out == blocks
+
+
+def test_same_seed_same_text_in_any_order(tool, folder, tmp_path, capsys):
+    texts = ["0123", "ABC", "9"]
+
+    def sample(order, *options):
+        (tmp_path / "p.txt").write_text("\n".join(order))
+        common = ["--model", str(folder), "--prompts", str(tmp_path / "p.txt"), "--temperature", "3", "--json"]
+        assert tool.main([*common, "--max_new_tokens", "8", *options]) == 0
+        results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        return {result["prompt"]: result["token_ids"] for result in results}
+
+    expected = sample(texts, "--seed", "5")
+    assert sample(texts[::-1], "--seed", "5", "--batch_size", "2") == expected
+    assert sample(texts, "--seed", "6") != expected
+
+
+def test_chat(tool, folder, tmp_path, capsys):
+    talk = tmp_path / "talk"
+    shutil.copytree(folder, talk)
+    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user", "content": "01"}]}\n')
+    arguments = ["--model", str(talk), "--chat", "--max_new_tokens", "6"]
+    assert tool.main([*arguments, "--prompt", "01"]) == 4
+    assert "no chat template" in capsys.readouterr().err
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}23{% endif %}"
+    (talk / "chat_template.jinja").write_text(template)
+    for prompts in (["--prompt", "01"], ["--prompts", str(tmp_path / "c.jsonl")]):
+        assert tool.main([*arguments, *prompts]) == 0
+        assert capsys.readouterr().out == expected_text("soft", "0123", 6) + "\n"
 
 
 def test_no_model_there(tool, tmp_path, capsys):

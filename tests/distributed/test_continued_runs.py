@@ -13,7 +13,8 @@ from megatron_fbt.config.load import load_yaml
 from megatron_fbt.data.dataset import build_datasets
 from megatron_fbt.data.tokenizer import HuggingFaceTokenizer
 from megatron_fbt.hf.convert import convert_checkpoint
-from megatron_fbt.inference.text import GenerationOptions, continue_text, load_model
+from megatron_fbt.inference.batches import continue_text
+from megatron_fbt.inference.text import GenerationOptions, load_model
 from megatron_fbt.training.checkpoint import Checkpointer, read_weights
 from tests.distributed.launch import run_distributed
 from tests.distributed.run_case import VOCAB, branch, checkpoint_of, rows_of, run, run_config, stop_before, write_corpus

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_fbt.errors import CheckpointError, ConfigError
-from megatron_fbt.inference.text import GenerationOptions, continue_text, load_model
+from megatron_fbt.inference.batches import continue_text
+from megatron_fbt.inference.text import GenerationOptions, load_model
 from tests.unit.hf.exports import export
 from tests.unit.hf.reference import Reference, random_weights, tiny_config
 
