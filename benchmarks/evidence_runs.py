@@ -157,7 +157,8 @@ def configuration(folder: Path, run: Run, size: Size) -> PretrainConfig:
     config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 64, 4
     config.model.vocab_size = BYTE_VALUES if is_bytes else TASKS[run.experiment].vocab_size
     config.model.make_vocab_size_divisible_by = 8
-    config.model.init_method_std = 0.075  # 0.6 over the root of the width
+    # Chosen on seeds 10 and 11. Larger: one pass alone learns more of the tasks. Smaller: cot5 is learned late.
+    config.model.init_method_std = 0.09
     config.feedback.schedule = [PassPhase(begin, dict(mix)) for begin, mix in run.schedule]
     config.feedback.prefix.probability = 0.0
     config.feedback.prefix.granularity = "prompt" if run.experiment == "cot5" else "row"
