@@ -34,6 +34,7 @@ from megatron_fbt.training.run_folder import TrainerState
 BLOCK = 8 << 20
 BARS = {"asynchronous / synchronous": ("at most", 0.15), "save": ("at least", 0.6), "load": ("at least", 0.6)}
 VOCABULARY = 32_000
+LAYERS = 9
 
 
 class Subject:
@@ -49,7 +50,7 @@ class Subject:
         self.folder, self.step = folder, 0
         self.config = config = PretrainConfig()
         model = config.model
-        model.num_layers, model.hidden_size, model.ffn_hidden_size = (2, 64, 256) if quick else (9, 1024, 2816)
+        model.num_layers, model.hidden_size, model.ffn_hidden_size = (2, 64, 256) if quick else (LAYERS, 1024, 2816)
         model.num_attention_heads = model.num_query_groups = 8
         model.vocab_size = 2048 if quick else VOCABULARY
         config.precision.dtype = dtype
@@ -60,7 +61,7 @@ class Subject:
         for param in self.stage.parameters():
             for values in make_state(self.optimizer.megatron, param, updates=1).values.values():
                 values.uniform_()
-        self.checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(keep_last=1), self.layout)
+        self.checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(), self.layout)
 
     @property
     def content(self) -> tuple:
@@ -74,16 +75,26 @@ class Subject:
         """The checkpoint written last."""
         return self.checkpointer.folder.final(self.step)
 
+    def drop_older(self) -> None:
+        """Free the space of all checkpoints but the newest."""
+        for checkpoint in (self.folder / "checkpoints").glob("step_*"):
+            if checkpoint != self.newest:
+                shutil.rmtree(checkpoint)
+
     def save(self) -> float:
         """Write a checkpoint; seconds."""
-        return seconds(lambda: self.checkpointer.save(*self.content))
+        taken = seconds(lambda: self.checkpointer.save(*self.content))
+        self.drop_older()
+        return taken
 
     def save_beside(self) -> float:
         """Write a checkpoint in the background; seconds in which training would stand still."""
         begun = seconds(lambda: self.checkpointer.begin(*self.content))
         while self.checkpointer.busy:
             time.sleep(0.01)
-        return begun + seconds(self.checkpointer.finish)
+        taken = begun + seconds(self.checkpointer.finish)
+        self.drop_older()
+        return taken
 
     def load(self) -> float:
         """Read the newest checkpoint from the disk; seconds."""

@@ -18,8 +18,8 @@ from megatron_fbt.training.resume import find_resume_point
 from megatron_fbt.training.run_folder import (
     changed_fields,
     prepare_run_folder,
-    read_trainer_state,
     refuse_another_model,
+    steps_and_samples,
     stored_phase_starts,
 )
 from megatron_fbt.training.signals import SignalWatcher
@@ -64,9 +64,10 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     world_size = resolve_world_size(config, os.environ, dry_run=False)
     validate_config(config, world_size)
     prepare_run_folder(config.run.dir)
-    train_steps, _ = run_length(config.training, config.data.sequence_length)
     checkpoint = find_resume_point(config).checkpoint
-    finished = checkpoint if checkpoint and read_trainer_state(checkpoint).step >= train_steps else None
+    done = steps_and_samples(checkpoint)
+    train_steps, _ = run_length(config.training, config.data.sequence_length, done)
+    finished = checkpoint if done[0] >= train_steps else None
     if finished is not None:
         refuse_another_model(config, finished)
         if is_main:
@@ -77,7 +78,7 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     validate_config(config, world_size, phase_starts)
     tokenizer = run_tokenizer(config)
     config.model.vocab_size = check_vocab_size(config, tokenizer.vocab_size)
-    plan = make_plan(config, world_size, config.model.vocab_size, phase_starts)
+    plan = make_plan(config, world_size, config.model.vocab_size, phase_starts, done)
     if is_main:
         print(plan.describe(), flush=True)
     from megatron_fbt.core.backends import check_backend

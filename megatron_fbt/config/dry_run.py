@@ -24,11 +24,11 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     check_megatron_core_version()
     world_size = resolve_world_size(config, os.environ, dry_run=True)
     from megatron_fbt.training.resume import find_resume_point
-    from megatron_fbt.training.run_folder import stored_phase_starts
+    from megatron_fbt.training.run_folder import steps_and_samples, stored_phase_starts
 
     checkpoint = find_resume_point(config).checkpoint
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
-    plan = make_plan(config, world_size, planned_vocab_size(config), phase_starts)
+    plan = make_plan(config, world_size, planned_vocab_size(config), phase_starts, steps_and_samples(checkpoint))
     print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.describe())
 
 

@@ -10,7 +10,7 @@ from megatron_fbt.config.parameter_count import StageCount, count_parameters, pa
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import step_at_fraction
-from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
+from megatron_fbt.training.batch_size import NOTHING_DONE, BatchSizeSchedule, run_length
 
 __all__ = ["RunPlan", "make_plan", "padded_vocab_size"]
 
@@ -107,7 +107,11 @@ def _layers(stages: Tuple[int, ...]) -> str:
 
 
 def make_plan(
-    config: PretrainConfig, world_size: int, vocab_size: int, phase_start_steps: Optional[Sequence[int]] = None
+    config: PretrainConfig,
+    world_size: int,
+    vocab_size: int,
+    phase_start_steps: Optional[Sequence[int]] = None,
+    done: Tuple[int, int] = NOTHING_DONE,
 ) -> RunPlan:
     """Derive a run's quantities.
 
@@ -116,11 +120,12 @@ def make_plan(
         world_size: processes of the run.
         vocab_size: entries of the vocabulary, without padding.
         phase_start_steps: as a resumed run has them; None = those of a new run of this length.
+        done: steps and rows of a resumed run.
     """
     parallel, model, training = config.parallel, config.model, config.training
     tensor, sequence_length = parallel.tensor_model_parallel_size, config.data.sequence_length
     data_parallel_size = world_size // parallel.model_parallel_size
-    steps, samples = run_length(training, sequence_length)
+    steps, samples = run_length(training, sequence_length, done)
     batches = BatchSizeSchedule(training, data_parallel_size)
     starts = tuple(phase_start_steps or config.feedback.phase_start_steps(steps))
     shares, token_equivalents = _expected_passes(config.feedback, starts, steps, batches, sequence_length)

@@ -80,6 +80,9 @@ class TrainingConfig(Section):
     """Global batches in one validation; 0 = no validation."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient, or a spike, after which the run ends."""
+    max_rewinds: int = 0
+    """How often a run whose last max_bad_steps steps were bad goes back to its last good checkpoint, and on without the
+    data that it has read since; after that it ends. 0 = it ends at once."""
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     wall_clock_limit_s: Optional[float] = None
     """Seconds after its start at which the run saves and leaves with exit code 75, as on a signal; null = no limit."""
@@ -90,7 +93,7 @@ class TrainingConfig(Section):
         rules = Rules("training", self)
         lengths = ("train_steps", "train_samples", "train_tokens")
         rules.integers(*lengths, "micro_batch_size", "global_batch_size", "eval_interval", "max_bad_steps")
-        rules.integers("eval_iters", low=0)
+        rules.integers("eval_iters", "max_rewinds", low=0)
         rules.numbers("wall_clock_limit_s", above=True)
         given = {name: getattr(self, name) for name in lengths if getattr(self, name) is not None}
         if len(given) != 1:

@@ -20,7 +20,9 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 HASH = "sha256"
 BLOCK = 8 << 20
-"""Bytes read at once; writes of at least this size are hashed beside the write."""
+"""Bytes read at once."""
+BESIDE = 512 << 10
+"""Writes of at least so many bytes are hashed beside the write."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class HashingFile:
     def write(self, data: Union[bytes, memoryview]) -> int:
         """Append a block."""
         block = memoryview(data).cast("B")
-        if len(block) < BLOCK:
+        if len(block) < BESIDE:
             self._hash.update(block)
             self._write_all(block)
         else:

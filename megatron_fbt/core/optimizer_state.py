@@ -84,7 +84,7 @@ def make_state(optimizer: MegatronOptimizer, param: torch.nn.Parameter, updates:
         updates: step count of this parameter; 0 leaves it without moments, as a parameter never stepped.
 
     Returns:
-        What is to be filled, by kind.
+        What is to be filled, by kind; not initialised.
     """
     main = _main_param(optimizer, param)
     if main is None:
@@ -92,7 +92,7 @@ def make_state(optimizer: MegatronOptimizer, param: torch.nn.Parameter, updates:
     inner, moments = optimizer.optimizer, _moments(optimizer, param)
     inner.state.pop(main, None)
     if updates > 0:
-        inner.state[main] = {name: torch.zeros_like(main) for name in moments}
+        inner.state[main] = {name: torch.empty_like(main) for name in moments}
         if moments == MOMENTS and _counts_steps_by_parameter(optimizer):
             inner.state[main]["step"] = torch.tensor(float(updates), dtype=torch.float32)
     owned = owned_state(optimizer, param)

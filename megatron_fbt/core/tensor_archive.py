@@ -14,13 +14,20 @@ from torch import Tensor
 _LOCAL_HEADER = 30
 """Bytes of a zip entry's own header, before its name and extra field."""
 _BLOCK = 1 << 20
+_END = 4096
+"""Bytes at either end of an archive."""
 
 
 class FileSlice(RawIOBase):
-    """Part of an open file, as a file of its own."""
+    """Part of an open file, as a file of its own. Both ends, which tell of an archive's content, are read once."""
 
     def __init__(self, file, begin: int, length: int):
         self._file, self._begin, self._length, self._at = file, begin, length, 0
+        self._ends = {place: self._read(place, min(_END, length)) for place in (0, max(0, length - _END))}
+
+    def _read(self, place: int, count: int) -> bytes:
+        self._file.seek(self._begin + place)
+        return self._file.read(count)
 
     def readable(self) -> bool:
         return True
@@ -37,6 +44,11 @@ class FileSlice(RawIOBase):
 
     def readinto(self, buffer) -> int:
         wanted = max(0, min(len(buffer), self._length - self._at))
+        for place, content in self._ends.items():
+            if place <= self._at and self._at + wanted <= place + len(content):
+                buffer[:wanted] = content[self._at - place : self._at - place + wanted]
+                self._at += wanted
+                return wanted
         self._file.seek(self._begin + self._at)
         count = self._file.readinto(memoryview(buffer)[:wanted])
         self._at += count

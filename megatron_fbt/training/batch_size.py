@@ -4,6 +4,9 @@ from typing import Iterator, NamedTuple, Optional, Tuple
 
 from megatron_fbt.config.training import TrainingConfig
 
+NOTHING_DONE = (0, 0)
+"""Steps and samples of a new run."""
+
 
 class BatchSizeLevel(NamedTuple):
     """A stretch of steps with one global batch size."""
@@ -48,9 +51,8 @@ class BatchSizeSchedule:
         """Micro-batches of each data-parallel rank in that step."""
         return self.global_batch_size(consumed_samples) // self._rows_per_micro_step
 
-    def levels(self) -> Iterator[BatchSizeLevel]:
-        """The batch sizes that a run meets, in order."""
-        step, consumed = 0, 0
+    def levels(self, step: int = 0, consumed: int = 0) -> Iterator[BatchSizeLevel]:
+        """The batch sizes that a run meets after so many steps and samples, in order."""
         while consumed < self._samples and self._increments:
             size = self.global_batch_size(consumed)
             index = (size - self._start) // self._increment
@@ -60,18 +62,20 @@ class BatchSizeSchedule:
             step, consumed = step + steps, consumed + steps * size
         yield BatchSizeLevel(step, None, consumed, self._full)
 
-    def total_steps(self, train_samples: int) -> int:
-        """Smallest number of steps that consumes at least `train_samples` rows."""
-        level = [level for level in self.levels() if level.first_sample < train_samples or level.first_step == 0][-1]
-        return level.first_step - (level.first_sample - train_samples) // level.global_batch_size
+    def total_steps(self, train_samples: int, done: Tuple[int, int] = NOTHING_DONE) -> int:
+        """Smallest number of steps that consumes at least `train_samples` rows, with those done."""
+        first, *later = self.levels(*done)
+        level = [first, *(level for level in later if level.first_sample < train_samples)][-1]
+        return max(done[0], level.first_step - (level.first_sample - train_samples) // level.global_batch_size)
 
-    def samples_after(self, steps: int) -> int:
-        """Rows consumed by the first `steps` steps."""
-        level = [level for level in self.levels() if level.first_step <= steps][-1]
-        return level.first_sample + (steps - level.first_step) * level.global_batch_size
+    def samples_after(self, steps: int, done: Tuple[int, int] = NOTHING_DONE) -> int:
+        """Rows consumed by the first `steps` steps, of which some are done."""
+        first, *later = self.levels(*done)
+        level = [first, *(level for level in later if level.first_step <= steps)][-1]
+        return level.first_sample + max(0, steps - level.first_step) * level.global_batch_size
 
 
-def run_length(training: TrainingConfig, sequence_length: int) -> Tuple[int, int]:
+def run_length(training: TrainingConfig, sequence_length: int, done: Tuple[int, int] = NOTHING_DONE) -> Tuple[int, int]:
     """Optimizer steps of a run and the rows they consume.
 
     A length given in samples or tokens is rounded up to whole rows and then to whole global batches.
@@ -79,6 +83,7 @@ def run_length(training: TrainingConfig, sequence_length: int) -> Tuple[int, int
     Args:
         training: section `training`, with exactly one of train_steps, train_samples, train_tokens.
         sequence_length: tokens in a row.
+        done: steps and rows of a run that goes on, whatever their batches were; what remains follows from `training`.
 
     Returns:
         (train_steps, train_samples), the latter in rows.
@@ -89,5 +94,5 @@ def run_length(training: TrainingConfig, sequence_length: int) -> Tuple[int, int
         samples = training.train_samples
         if samples is None:
             samples = -(-training.train_tokens // sequence_length)
-        steps = schedule.total_steps(samples)
-    return steps, schedule.samples_after(steps)
+        steps = schedule.total_steps(samples, done)
+    return steps, schedule.samples_after(steps, done)

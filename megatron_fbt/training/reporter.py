@@ -11,7 +11,8 @@ from megatron_fbt.training.console import TimeLeft, console_line
 from megatron_fbt.training.flops import step_flops
 from megatron_fbt.training.health import warnings
 from megatron_fbt.training.metrics import MetricsLog, read_metrics, replace_file
-from megatron_fbt.training.run_folder import CONFIG_FILE, TrainerState
+from megatron_fbt.training.rewind import REWINDS
+from megatron_fbt.training.run_folder import CONFIG_FILE, TrainerState, step_folder
 from megatron_fbt.training.status import write_status
 from megatron_fbt.training.tensorboard_log import TensorBoardLog
 
@@ -81,6 +82,15 @@ class Reporter:
         if not self.active:
             return
         replace_file(self.folder / CONFIG_FILE, dump_yaml(self.config))
+        if state.step == 0 and not state.rewinds:
+            (self.folder / REWINDS).unlink(missing_ok=True)
+        self._open_logs(state)
+
+    def _open_logs(self, state: TrainerState) -> None:
+        """Begin or go on with the logs behind a step."""
+        self.state = state
+        if self.metrics is not None:
+            self.metrics.close()
         self.metrics = MetricsLog(self.folder / "metrics.jsonl")
         self.metrics.cut_after(state.step)
         self.tensorboard = TensorBoardLog(
@@ -126,6 +136,18 @@ class Reporter:
         row = {"step": step, "first_sample": first_sample, "last_sample": last_sample, "reason": reason}
         with open(self.folder / "skipped.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def went_back(self, state: TrainerState, why: str) -> None:
+        """Note a return to an older checkpoint; the logs go on from its step."""
+        first, last = state.left_out[-1]
+        self.say(
+            f"warning: {why}; rewind {state.rewinds} goes back to step {state.step} and leaves out samples {first} to "
+            f"{last - 1}"
+        )
+        self.last_checkpoint = step_folder(state.step)
+        if self.active:
+            self.tensorboard.close()
+            self._open_logs(state)
 
     def saved(self, checkpoint: Path) -> None:
         """Note the newest checkpoint."""

@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import yaml
 
@@ -49,6 +49,10 @@ class TrainerState:
     """Steps skipped because of bad numbers."""
     bad_in_a_row: int = 0
     """Of these, the last ones without a good step between."""
+    left_out: List[List[int]] = dataclasses.field(default_factory=list)
+    """[first, one after the last] of the samples that are not used, numbered as in a run that uses all."""
+    rewinds: int = 0
+    """How often the run has gone back to a checkpoint because of bad numbers."""
     recent_losses: List[float] = dataclasses.field(default_factory=list)
     """Losses of pass 1 that training.spikes compares the next step with."""
     recent_grad_norms: List[float] = dataclasses.field(default_factory=list)
@@ -129,6 +133,16 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
         return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
+
+
+def steps_and_samples(checkpoint: Optional[Path]) -> Tuple[int, int]:
+    """How far a checkpoint is; of none, (0, 0).
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    state = TrainerState() if checkpoint is None else read_trainer_state(checkpoint)
+    return state.step, state.consumed_samples
 
 
 def stored_phase_starts(config: PretrainConfig, checkpoint: Path) -> Optional[List[int]]:

@@ -14,9 +14,8 @@ ECHO_SECONDS = 1.0
 class SignalWatcher:
     """Context manager that turns SIGTERM, SIGINT and SIGUSR1 into a request that the training loop looks at.
 
-    `requested` is the name of the first signal ("SIGTERM"), None before. Later signals change nothing, so that the save
-    that the first one asked for can finish, with one exception: SIGINT (Ctrl-C) again, a second or more after the
-    first signal, ends the process at once, as it would without the watcher.
+    `requested` is the name of the first signal ("SIGTERM"), None before. Another one, a second or more later, ends the
+    process at once, as it would without the watcher.
     """
 
     def __init__(self) -> None:
@@ -40,6 +39,6 @@ class SignalWatcher:
         now = time.monotonic()
         if self.requested is None:
             self.requested, self._requested_at = signal.Signals(number).name, now
-        elif number == signal.SIGINT and now - self._requested_at >= ECHO_SECONDS:
+        elif now - self._requested_at >= ECHO_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -10,6 +10,7 @@ from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.grad_sync import wrap_for_data_parallel
 from megatron_fbt.core.parallel import Layout, seed_dropout
+from megatron_fbt.core.phases import phase
 from megatron_fbt.core.schedule import Recipe, run_passes
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import BatchReader, load_micro_batches
@@ -20,10 +21,12 @@ from megatron_fbt.feedback.diagnostics import PassDiagnostics
 from megatron_fbt.feedback.pass_schedule import passes_at
 from megatron_fbt.training.batch_size import BatchSizeSchedule
 from megatron_fbt.training.checkpoint import Checkpointer
+from megatron_fbt.training.failure import on_first_rank
 from megatron_fbt.training.health import gains, last_pass_validation
 from megatron_fbt.training.lr_schedule import LearningRate
 from megatron_fbt.training.optimizer import Optimizer, StepReport, total_loss
 from megatron_fbt.training.reporter import Reporter
+from megatron_fbt.training.rewind import go_back, last_good_checkpoint, place_of, recalled, rows_of_samples
 from megatron_fbt.training.run_folder import TrainerState, checkpoints_folder, step_folder
 from megatron_fbt.training.spikes import SpikeWatch
 from megatron_fbt.training.stop import StopRequests
@@ -74,7 +77,9 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        self.state = self.checkpointer.load(checkpoint, self.stage, self.optimizer)
+        with phase(self.config.parallel, self.layout, self.config.parallel.load_timeout_s):
+            state = self.checkpointer.load(checkpoint, self.stage, self.optimizer)
+        self.state = on_first_rank(lambda: recalled(state, self.folder), self.layout.cpu_group)
         self.state.phase_start_steps = list(self.plan.phase_start_steps)
         self.last_saved = checkpoint
         self._watch_spikes()
@@ -101,7 +106,8 @@ class Trainer:
             reporter.step(row, tokens, seconds, self.state)
             if self.checkpointer.pending and not report.busy:
                 self._finish_save(reporter)
-            self._check_bad_steps(report, reporter, consumed)
+            if self._check_bad_steps(report, reporter, consumed):
+                continue
             self.guard()
             self._save_if_due(row, report, reporter, signals)
         if self.last_saved is None or self.last_saved.name != step_folder(self.state.step):
@@ -167,7 +173,8 @@ class Trainer:
             layout.data_rank,
             layout.data_size,
         )
-        return load_micro_batches(self.datasets.train, ids, self.eod, self.reader)
+        rows = rows_of_samples(ids, self.state.left_out, self.plan.train_samples)
+        return load_micro_batches(self.datasets.train, rows, self.eod, self.reader)
 
     def _count(self, passes: int, report: StepReport) -> None:
         state = self.state
@@ -199,23 +206,56 @@ class Trainer:
             **{f"pass_share_{passes}": share for passes, share in self.state.pass_shares.items()},
             "loss_tokens": report.loss_tokens,
             "skipped": self.state.skipped,
+            **({"rewinds": self.state.rewinds} if self.config.training.max_rewinds else {}),
         }
 
-    def _check_bad_steps(self, report: StepReport, reporter: Reporter, first_sample: int) -> None:
+    def _check_bad_steps(self, report: StepReport, reporter: Reporter, consumed: int) -> bool:
+        """Tell of a bad step; after too many, go back.
+
+        Returns:
+            Whether the run went back to a checkpoint.
+
+        Raises:
+            BadNumbersError: too many, and the run may not go back.
+        """
         if not report.skipped:
-            return
+            return False
+        state, limit = self.state, self.config.training.max_bad_steps
         reason = report.spike or "the loss or the gradient is not finite"
-        reporter.skipped(self.state.step, reason, first_sample, self.state.consumed_samples - 1)
-        limit = self.config.training.max_bad_steps
-        if self.state.bad_in_a_row >= limit:
-            if self.checkpointer.pending:
-                self._finish_save(reporter)
+        samples = [place_of(sample, state.left_out) for sample in (consumed, state.consumed_samples - 1)]
+        reporter.skipped(state.step, reason, *samples)
+        if state.bad_in_a_row < limit:
+            return False
+        if self.checkpointer.pending:
+            self._finish_save(reporter)
+        why = f"{limit} steps in a row had a non-finite loss or gradient or a spike (training.max_bad_steps)"
+        if state.rewinds >= self.config.training.max_rewinds:
+            gone_back = f" after {state.rewinds} rewinds (training.max_rewinds)" if state.rewinds else ""
             raise BadNumbersError(
-                f"{limit} steps in a row had a non-finite loss or gradient or a spike (training.max_bad_steps), the "
-                f"last one step {self.state.step}; no checkpoint was written. Look at the losses in "
+                f"{why}{gone_back}, the last one step {state.step}; no checkpoint was written. Look at the losses in "
                 f"{self.folder / 'metrics.jsonl'} and at {self.folder / 'skipped.jsonl'}; a lower optimizer.lr or a "
                 "longer optimizer.lr_warmup_steps often helps"
             )
+        self._go_back(why, reporter)
+        return True
+
+    def _go_back(self, why: str, reporter: Reporter) -> None:
+        """Return to the last good checkpoint, and go on without the data that were read since."""
+        state, group = self.state, self.layout.cpu_group
+
+        def find() -> Path:
+            checkpoint = last_good_checkpoint(self.checkpointer.folder.folder)
+            if checkpoint is None:
+                raise BadNumbersError(
+                    f"{why}, the last one step {state.step}, and there is no checkpoint to go back to "
+                    "(training.max_rewinds); set checkpoint.save_interval lower, or optimizer.lr"
+                )
+            self.checkpointer.guard()
+            go_back(self.folder, checkpoint, state, why)
+            return checkpoint
+
+        self.resume(on_first_rank(find, group))
+        reporter.went_back(self.state, why)
 
     def _validation_due(self) -> bool:
         interval, step = self.config.training.eval_interval, self.state.step
@@ -223,6 +263,8 @@ class Trainer:
 
     def _save_due(self) -> bool:
         interval, step = self.config.checkpoint.save_interval, self.state.step
+        if self.config.training.max_rewinds and self.state.bad_in_a_row and step < self.plan.train_steps:
+            return False  # retention could remove the checkpoint to go back to
         return step == self.plan.train_steps or (interval is not None and step % interval == 0)
 
     def _save(self, reporter: Reporter, background: bool = False) -> None:
@@ -230,10 +272,11 @@ class Trainer:
         if self.checkpointer.pending:
             self._finish_save(reporter)
         content = (self.stage, self.optimizer, self.state, dump_yaml(self.config))
-        if background:
-            self.checkpointer.begin(*content)
-            return
-        self.last_saved = self.checkpointer.save(*content)
+        with phase(self.config.parallel, self.layout, self.config.parallel.save_timeout_s):
+            if background:
+                self.checkpointer.begin(*content)
+                return
+            self.last_saved = self.checkpointer.save(*content)
         reporter.saved(self.last_saved)
 
     def _finish_save(self, reporter: Reporter) -> None:
@@ -243,7 +286,8 @@ class Trainer:
             CheckpointError: it could not be written, and checkpoint.async_failure is stop.
         """
         try:
-            self.last_saved = self.checkpointer.finish()
+            with phase(self.config.parallel, self.layout, self.config.parallel.save_timeout_s):
+                self.last_saved = self.checkpointer.finish()
         except CheckpointError as error:
             if self.config.checkpoint.async_failure == "stop":
                 raise

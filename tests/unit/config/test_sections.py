@@ -43,7 +43,7 @@ POSITIVE_INTEGERS = {
 NUMBERS_ABOVE_ZERO = {
     "model": "layernorm_epsilon rotary_base init_method_std residual_multiplier",
     "feedback.prefix": "exponent",
-    "parallel": "collective_timeout_s",
+    "parallel": "collective_timeout_s data_timeout_s load_timeout_s save_timeout_s",
     "checkpoint": "lease_seconds",
     "optimizer": "lr muon_lr adam_eps",
 }
@@ -89,7 +89,7 @@ REFUSED = [
     *cases(FRACTIONS_BELOW_ONE, -0.1, 1.0, NAN, INF, "0.1", None),
     *cases(SWITCHES, 1, "true", None),
     *cases(CHOICES, "other", None, 1),
-    *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters", "run": "seed"}, -1, 0.5, NAN, None),
+    *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters max_rewinds", "run": "seed"}, -1, 0.5, NAN, None),
     *cases({"optimizer": "lr_decay_fraction"}, -0.1, 1.1, NAN, None),
     *cases({"feedback.prefix": "probability low high"}, -0.1, 1.1, NAN, INF, "1", True, None),
     *cases({"training.z_loss": "coefficient from_fraction to_fraction"}, -1e-9, NAN, INF, "1", True, None),

@@ -12,6 +12,7 @@ from megatron_fbt.errors import DamagedCheckpointError
 
 def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK", 1000)
+    monkeypatch.setattr(manifest, "BESIDE", 1000)
     blocks = [b"short", os.urandom(999), os.urandom(1000), b"", os.urandom(5000)]
     with open(tmp_path / "file", "wb", buffering=0) as raw:
         file = HashingFile(raw)

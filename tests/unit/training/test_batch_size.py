@@ -67,3 +67,27 @@ def test_run_length_rounds_up():
 def test_run_length_with_rampup():
     training = TrainingConfig(global_batch_size=32, rampup_batch_size=[8, 8, 1000], train_steps=80)
     assert run_length(training, 128) == (80, 1008 + 3 * 32)
+
+
+@pytest.mark.parametrize("length", [{"train_steps": 40}, {"train_samples": 333}, {"train_tokens": 33_333}])
+@pytest.mark.parametrize("rampup", [None, [8, 8, 100]])
+def test_a_run_that_goes_on_unchanged_has_the_length_that_it_had(length, rampup):
+    training = TrainingConfig(global_batch_size=32, rampup_batch_size=rampup, **length)
+    batches, whole, consumed = schedule(rampup=rampup), run_length(training, 64), 0
+    for step in range(whole[0] + 1):
+        assert run_length(training, 64, (step, consumed)) == whole
+        consumed += batches.global_batch_size(consumed)
+
+
+def test_after_a_change_only_what_remains_follows_from_the_new_values():
+    done = (6, 48)
+    for changed, expected in (
+        ({"train_samples": 96}, (9, 96)),
+        ({"train_samples": 97}, (10, 112)),
+        ({"train_samples": 40}, done),
+        ({"train_steps": 10}, (10, 112)),
+        ({"train_steps": 3}, (3, 48)),
+        ({"train_samples": 96, "rampup_batch_size": [8, 8, 64]}, (10, 96)),
+    ):
+        training = TrainingConfig(global_batch_size=16, **changed)
+        assert run_length(training, 128, done) == expected, changed
