@@ -52,9 +52,13 @@ def main(argv=None) -> int:
     options = vars(parse(argv))
     as_json = options.pop("json")
     options["regime"] = options["regime"] or ["soft"]
-    from megatron_fbt.data.tool import run_tool  # so that --help is instant
+    from megatron_fbt.evaluation.package import work_offline  # here, so that --help is instant
+
+    work_offline()
+    from megatron_fbt.data.tool import run_tool
     from megatron_fbt.evaluation.options import EvaluationOptions
-    from megatron_fbt.evaluation.run import describe, evaluate
+    from megatron_fbt.evaluation.report import describe
+    from megatron_fbt.evaluation.run import evaluate
     from megatron_fbt.training.metrics import json_ready
 
     report = {}

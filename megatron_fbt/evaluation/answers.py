@@ -11,11 +11,6 @@ BOXES = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\d\-a-zA-Z\\])")
 REMOVED = (
     r"\left",
     r"\right",
-    r"\!",
-    r"\,",
-    r"\;",
-    r"\:",
-    r"\ ",
     "~",
     r"^\circ",
     r"^{\circ}",
@@ -64,6 +59,7 @@ def normal_form(answer: str) -> str:
     text = answer.strip().strip("$").strip()
     text = re.sub(r"\\(?:text|mbox|textbf|mathrm|mathbf)\{([^{}]*)\}\s*$", _unit_or_word, text)
     text = re.sub(r"\\(?:text|mbox|textbf|mathrm|mathbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"(?<!\\)\\[ !,;:]", "", text).replace("{,}", ",")
     for part in REMOVED:
         if part.startswith("\\") and part[-1].isalpha():
             text = re.sub(re.escape(part) + r"(?![a-zA-Z])", "", text)
@@ -71,7 +67,7 @@ def normal_form(answer: str) -> str:
             text = text.replace(part, "")
     text = re.sub(r"\s+", "", text)
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\neq", r"\ne")
-    text = text.replace("bmatrix", "pmatrix").replace(r"\{", "{").replace(r"\}", "}") if "matrix" in text else text
+    text = text.replace("bmatrix", "pmatrix")
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)

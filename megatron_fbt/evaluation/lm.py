@@ -70,7 +70,7 @@ class FBTLM(TemplateLM):
         super().__init__()
         if unknown := sorted(name for name, value in unknown.items() if value is not None):
             raise ConfigError(f"{unknown[0]}: no argument of the model type fbt")
-        batch_size = int(batch_size)
+        batch_size = int(batch_size) if str(batch_size).isdigit() else batch_size
         check_model_options(pretrained, regime, fused_passes, passes, error_sample, batch_size, dtype, max_length, seed)
         self.network, self.tokenizer = load_model(pretrained, device)
         if dtype != "auto":
@@ -115,6 +115,10 @@ class FBTLM(TemplateLM):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> List[Tuple[float, bool]]:
+        """(log-likelihood, is it the greedy continuation) of each (context, continuation)."""
+        return super().loglikelihood(list(requests), disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[Tuple], **kwargs: Any) -> List[Tuple[float, bool]]:
         rows = [self._row(list(context), list(continuation), len(context)) for _, context, continuation in requests]

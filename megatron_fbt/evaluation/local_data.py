@@ -15,6 +15,7 @@ def load(
     fields: Optional[Mapping[str, str]] = None,
     optional: Optional[Mapping[str, str]] = None,
     also: Optional[Mapping[str, str]] = None,
+    contains: Optional[Mapping[str, str]] = None,
     **metadata: Any,
 ) -> Any:
     """The data set of a task file, as its split "test".
@@ -25,6 +26,7 @@ def load(
         fields: {name: "text" or "texts"} that each line has.
         optional: The same for what a line may lack: then empty.
         also: {other name of a field: its name here}.
+        contains: {name: what the text of the field must hold}.
         metadata: The task's other metadata.
 
     Raises:
@@ -34,6 +36,10 @@ def load(
 
     path = Path(data_dir) / file
     rows = read_rows(path, fields or {}, optional or {}, also or {})
+    for number, row in enumerate(rows, 1):
+        for name, part in (contains or {}).items():
+            if part not in row[name]:
+                raise DataError(f"data {path}, object {number}: field {name} has no {part}: {row[name][-60:]!r}")
     return datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)})
 
 

@@ -107,8 +107,8 @@ def check_model_options(
         raise ConfigError(str(error)) from error
     parse_passes(passes)
     for name, value, least in (("error_sample", error_sample, 0), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-        if value < least:
-            raise ConfigError(f"{name}={value}: must be at least {least}")
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value}: must be a whole number, at least {least}")
     if max_length is not None and max_length < 2:
         raise ConfigError(f"max_length={max_length}: must be at least 2")
     if dtype not in DTYPE_NAMES:

@@ -1,41 +1,86 @@
-"""Results as lines of text."""
+"""Results as tables: a task each, its regimes side by side."""
 
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List, Optional
+
+WIDTH = 24
+"""Characters of a column."""
+Result = Dict[str, Any]
 
 
-def result_lines(result: Dict[str, Any]) -> List[str]:
-    """One task in one regime."""
-    head = f"{result['task']}  {result['regime']}  {result['documents']} documents, {result['seconds']:.1f} s"
-    lines = [head]
-    for name, metric in result["metrics"].items():
-        lines.append(f"  {name:<24} {metric['value']:>10.4f}{_error(metric)}")
-    if trace := result.get("trace"):
-        for label, name in (("tokens to the answer", "tokens_to_answer"), ("tokens to the end", "tokens_to_end")):
-            if parts := trace[name]:
-                lines.append(
-                    f"  {label:<24} {parts['median']:>10.1f}  median; quartiles {parts['q1']:.1f} and "
-                    f"{parts['q3']:.1f}, {parts['n']} of {trace['continuations']} continuations"
-                )
-        if trace["cut_at_max_gen_toks"]:
-            lines.append(f"  {'cut at max_gen_toks':<24} {trace['cut_at_max_gen_toks']:>10}  continuations")
-    if error := result.get("error_of_passes"):
-        lines.append(
-            f"  {'error of the passes':<24} {error['max']:>10.2e}  nats at most, {error['mean']:.2e} on average: "
-            f"{error['passes']} passes against the recurrence, {error['requests']} requests"
-        )
-    if result["cut_requests"]:
-        lines.append(f"  {'cut on the left':<24} {result['cut_requests']:>10}  requests longer than max_length")
+def headline(result: Result) -> str:
+    """One task in one regime, in one line."""
+    metrics = ", ".join(f"{name} {metric['value']:.4f}" for name, metric in result["metrics"].items())
+    return (
+        f"{result['task']}, {result['regime']}: {metrics} ({result['documents']} documents, {result['seconds']:.1f} s)"
+    )
+
+
+def describe(report: Dict[str, Any]) -> str:
+    """Tables of all tasks, for a person."""
+    tables = []
+    for name in dict.fromkeys(result["task"] for result in report["results"]):
+        results = [result for result in report["results"] if result["task"] == name]
+        comparisons = [one for one in report["comparisons"] if one["task"] == name]
+        tables.append("\n".join(task_table(results, comparisons)))
+    return "\n\n".join(tables)
+
+
+def task_table(results: List[Result], comparisons: List[Dict[str, Any]]) -> List[str]:
+    """A row for each metric, a column for each regime and for each difference to the first one."""
+    first = results[0]
+    heads = [result["regime"] for result in results]
+    heads += [f"{one['regime']} - {one['base']}" for one in comparisons]
+    lines = [_line(f"{first['task']}, {first['documents']} documents", heads)]
+    for label in dict.fromkeys(label for result in results for label in result["metrics"]):
+        cells = [_with_error(result["metrics"].get(label), "") for result in results]
+        lines.append(_line(label, cells + [_with_error(one["differences"].get(label), "+") for one in comparisons]))
+    for label, name in (("tokens to the answer", "tokens_to_answer"), ("tokens to the end", "tokens_to_end")):
+        parts = [result.get("trace", {}).get(name) for result in results]
+        if any(parts):
+            differences = [_with_error(one["differences"].get(label), "+") for one in comparisons]
+            lines.append(_line(f"{label}, mean", [_with_error(_mean(part), "") for part in parts] + differences))
+            lines.append(_line("  median", [part and f"{part['median']:.1f}" for part in parts]))
+            lines.append(_line("  quartiles", [part and f"{part['q1']:.1f} and {part['q3']:.1f}" for part in parts]))
+            lines.append(_line("  of continuations", [part and str(part["n"]) for part in parts]))
+    extra: Dict[str, Callable[[Result], Optional[str]]] = {
+        "cut at max_gen_toks": lambda result: _count(result.get("trace", {}).get("cut_at_max_gen_toks")),
+        "requests cut on the left": lambda result: _count(result["cut_requests"]),
+        "error of the passes, max": lambda result: _nats(result, "max"),
+        "  mean": lambda result: _nats(result, "mean"),
+        "  passes, requests": lambda result: (
+            (
+                "error_of_passes" in result
+                and f"{result['error_of_passes']['passes']}, {result['error_of_passes']['requests']}"
+            )
+            or None
+        ),
+        "seconds": lambda result: f"{result['seconds']:.1f}",
+    }
+    for label, cell in extra.items():
+        cells = [cell(result) for result in results]
+        if any(cells):
+            lines.append(_line(label, cells))
     return lines
 
 
-def comparison_lines(comparison: Dict[str, Any]) -> List[str]:
-    """One regime against the first one."""
-    lines = [f"{comparison['task']}  {comparison['regime']} - {comparison['base']}, document by document"]
-    for name, difference in comparison["differences"].items():
-        lines.append(f"  {name:<24} {difference['value']:>+10.4f}{_error(difference)}")
-    return lines
+def _line(label: str, cells: List[Optional[str]]) -> str:
+    return f"{label:<28}" + "".join(f"{cell or '':>{WIDTH}}" for cell in cells).rstrip()
 
 
-def _error(metric: Dict[str, Any]) -> str:
+def _with_error(metric: Optional[Dict[str, Any]], sign: str) -> Optional[str]:
+    if metric is None:
+        return None
     error = "" if metric["stderr"] is None else f" +- {metric['stderr']:.4f}"
-    return f"{error}  ({metric['n']} documents)"
+    return f"{metric['value']:{sign}.4f}{error}"
+
+
+def _mean(part: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
+    return part and {"value": part["mean"], "stderr": None}
+
+
+def _count(number: Optional[int]) -> Optional[str]:
+    return str(number) if number else None
+
+
+def _nats(result: Result, name: str) -> Optional[str]:
+    return f"{result['error_of_passes'][name]:.2e} nats" if "error_of_passes" in result else None

@@ -9,8 +9,8 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.evaluation.options import EvaluationOptions
-from megatron_fbt.evaluation.package import prepare_lm_eval
-from megatron_fbt.evaluation.report import comparison_lines, result_lines
+from megatron_fbt.evaluation.package import require_lm_eval
+from megatron_fbt.evaluation.report import headline
 from megatron_fbt.evaluation.scores import answer_end
 from megatron_fbt.evaluation.statistics import mean_and_error, paired, quartiles
 from megatron_fbt.evaluation.task_files import load_tasks
@@ -31,7 +31,7 @@ def evaluate(options: EvaluationOptions) -> Dict[str, Any]:
     """
     options.validate()
     _check_output(options)
-    prepare_lm_eval()
+    require_lm_eval()
     tasks = load_tasks(options)
     from megatron_fbt.evaluation.lm import FBTLM, facts
 
@@ -49,6 +49,8 @@ def evaluate(options: EvaluationOptions) -> Dict[str, Any]:
     )
     if options.apply_chat_template and not lm.tokenizer.chat_template:
         raise ConfigError(f"apply_chat_template: the tokenizer of {options.model} has no chat template; leave it out")
+    if lm.max_length > (trained := lm.network.config.max_position_embeddings):
+        print(f"warning: max_length={lm.max_length}, the model was trained on rows of {trained}", file=sys.stderr)
     report: Dict[str, Any] = {"model": facts(lm), "options": vars(options), "complete": False, "results": []}
     report["comparisons"] = []
     for name, task in tasks.items():
@@ -61,20 +63,10 @@ def evaluate(options: EvaluationOptions) -> Dict[str, Any]:
             else:
                 report["comparisons"].append(_compare(first, (result, values)))
             _write(options, report)
-            print(f"done: {result_lines(result)[0]}", file=sys.stderr, flush=True)
+            print(f"done: {headline(result)}", file=sys.stderr, flush=True)
     report["complete"] = True
     _write(options, report)
     return report
-
-
-def describe(report: Dict[str, Any]) -> str:
-    """Tables for a person."""
-    lines: List[str] = []
-    for result in report["results"]:
-        lines += result_lines(result)
-    for comparison in report["comparisons"]:
-        lines += comparison_lines(comparison)
-    return "\n".join(lines)
 
 
 def _check_output(options: EvaluationOptions) -> None:
@@ -103,6 +95,7 @@ def _measure(lm: Any, name: str, task: Any, options: EvaluationOptions) -> Tuple
         bootstrap_iters=0,
         log_samples=True,
         apply_chat_template=options.apply_chat_template,
+        fewshot_as_multiturn=options.apply_chat_template,
         confirm_run_unsafe_code=options.allow_code_execution,
     )
     samples = found["samples"][name]
@@ -159,7 +152,8 @@ def _trace(lm: Any, task: Any, values: Values) -> Dict[str, Any]:
         one = trace.continuation
         ends.append(len(one.ids))
         by_document["tokens to the end"].setdefault(trace.document, []).append(len(one.ids))
-        if (end := answer_end(kind, one.text)) is not None:
+        unfinished = kind == "whole" and one.finish == "length"
+        if not unfinished and (end := answer_end(kind, one.text)) is not None:
             answers.append(tokens_until(lm.tokenizer, one.prompt_ids, one.ids, end))
             by_document["tokens to the answer"].setdefault(trace.document, []).append(answers[-1])
     for label, lengths in by_document.items():

@@ -55,7 +55,8 @@ def mbpp_program(text: str, document: Dict[str, Any]) -> str:
 
 def code_block(text: str) -> str:
     """The first fenced block of a text; what stands before the closing fence where the prompt has opened it."""
-    fenced = re.search(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
+    fenced = re.search(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
+    fenced = fenced or re.search(r"```[ \t]*\n(.*?)```", text, re.DOTALL)
     return fenced[1] if fenced else text.split("```")[0]
 
 

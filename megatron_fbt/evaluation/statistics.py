@@ -18,11 +18,9 @@ def paired(base: Dict[Any, float], other: Dict[Any, float]) -> Optional[Dict[str
 
 
 def quartiles(values: List[int]) -> Optional[Dict[str, float]]:
-    """Quartiles (with interpolation) and number of values; None without any."""
+    """Mean, quartiles (with interpolation) and number of values; None without any."""
     if not values:
         return None
-    if len(values) == 1:
-        values = values * 2
-        return {"q1": values[0], "median": values[0], "q3": values[0], "n": 1}
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"q1": low, "median": middle, "q3": high, "n": len(values)}
+    number, mean = len(values), statistics.fmean(values)
+    low, middle, high = statistics.quantiles(values * 2 if number == 1 else values, n=4, method="inclusive")
+    return {"mean": mean, "q1": low, "median": middle, "q3": high, "n": number}

@@ -64,7 +64,10 @@ def _load(name: str, data_dir: str) -> List[Any]:
 
 
 def _apply(options: EvaluationOptions, name: str, task: Any) -> None:
-    """Options over the task's own configuration."""
+    """Options over the task's own configuration; its metadata `chat` holds what differs with a chat template."""
+    if options.apply_chat_template:
+        for key, value in ((task.config.metadata or {}).get("chat") or {}).items():
+            task.set_config(key=key, value=value)
     if options.num_fewshot is not None:
         task.set_config(key="num_fewshot", value=options.num_fewshot)
     elif task.get_config("num_fewshot") is None:
