@@ -13,6 +13,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.errors import FBTError, StoppedBySignal
 from megatron_fbt.training.batch_size import run_length
+from megatron_fbt.training.leftovers import tidy_up
 from megatron_fbt.training.messages import set_up_messages
 from megatron_fbt.training.resume import find_resume_point
 from megatron_fbt.training.run_folder import (
@@ -73,6 +74,7 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
         if is_main:
             print(f"{config.run.dir} is finished ({finished.name}, the run has {train_steps} steps): nothing to do")
             print("".join(f"changed since then: {change}\n" for change in changed_fields(config, finished)), end="")
+            tidy_up(config)
         return
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
     validate_config(config, world_size, phase_starts)

@@ -47,7 +47,7 @@ class CheckpointFolder:
         """
         temporary = self.folder / f".{step_folder(step)}.{secrets.token_hex(4)}.tmp"
         try:
-            self._sweep()
+            self.sweep()
             temporary.mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {temporary}: {error}") from error
@@ -87,7 +87,7 @@ class CheckpointFolder:
             replace_file(self.folder / TRACKER, final.name + "\n")
             sync_path(self.folder)
             self._thin_out(state.step)
-            self._sweep()
+            self.sweep()
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {final}: {error}; free space and resume") from error
         return final
@@ -104,9 +104,17 @@ class CheckpointFolder:
         for step in expendable(list(folders), newest, losses, self.config):
             folders[step].rename(self.folder / f".{folders[step].name}.old.tmp")
 
-    def _sweep(self) -> None:
-        for leftover in self.folder.glob(".step_*.tmp"):
-            shutil.rmtree(leftover)
+    def sweep(self) -> None:
+        """Remove what interrupted saves left behind, and checkpoints that are out of the way.
+
+        Raises:
+            OSError: it cannot be done.
+        """
+        for leftover in self.folder.glob(".*.tmp"):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink(missing_ok=True)
 
 
 def _validation_loss(checkpoint: Path) -> Optional[float]:

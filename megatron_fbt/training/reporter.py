@@ -10,6 +10,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.training.console import TimeLeft, console_line
 from megatron_fbt.training.flops import step_flops
 from megatron_fbt.training.health import warnings
+from megatron_fbt.training.leftovers import remove_drafts
 from megatron_fbt.training.metrics import MetricsLog, read_metrics, replace_file
 from megatron_fbt.training.rewind import REWINDS
 from megatron_fbt.training.run_folder import CONFIG_FILE, TrainerState, step_folder
@@ -81,6 +82,7 @@ class Reporter:
         self.say(f"training from step {state.step + 1} to {self.plan.train_steps}")
         if not self.active:
             return
+        remove_drafts(self.folder)
         replace_file(self.folder / CONFIG_FILE, dump_yaml(self.config))
         if state.step == 0 and not state.rewinds:
             (self.folder / REWINDS).unlink(missing_ok=True)

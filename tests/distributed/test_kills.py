@@ -158,9 +158,10 @@ def one_kill(folder: Path, whole: Path, corpus: str, world_size: int, settings: 
     if found.keys() != expected.keys():
         return "other tensors"
     differing = [name for name in found if not torch.equal(found[name], expected[name])]
-    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    if kept != sorted(path.name for path in (whole / "checkpoints").iterdir()):
-        return f"left behind: {kept}"
+    for place in (".", "checkpoints"):
+        kept, wanted = ({path.name for path in (run / place).iterdir()} for run in (folder, whole))
+        if kept != wanted:
+            return f"left behind or missing in {place}: {sorted(kept ^ wanted)}"
     return f"other values: {differing[:3]}" if differing else None
 
 
