@@ -18,6 +18,23 @@ CACHE_NAME = (
     else "past_key_values"
 )
 
+# Settings of `generate` that the carried state excludes, with the values that leave them off (None does in all).
+EXCLUDED = {
+    "assistant_model": (),
+    "assistant_early_exit": (),
+    "prompt_lookup_num_tokens": (),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "inputs_embeds": (),
+    "guidance_scale": (1,),
+    "token_healing": (False,),
+    "num_beam_groups": (1,),
+    "force_words_ids": (),
+    "constraints": (),
+    "prefill_chunk_size": (),
+    "cache_implementation": ("dynamic",),
+}
+
 
 class FBTCache(DynamicCache):
     """Keys and values, and what the feedback path carries from one call to the next."""
@@ -99,6 +116,18 @@ class FBTGenerationMixin(GenerationMixin):
         """Compute the gates of all tokens once; see FBTModel.build_gate_table."""
         self.model.build_gate_table()
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Not in this model.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("continuous batching keeps no carried state between tokens: call generate with batches")
+
+    def generate_batch(self, *args, **kwargs):
+        """Not in this model; see init_continuous_batching."""
+        self.init_continuous_batching()
+
     def choose_gate_table(self, wanted):
         """Make, drop or check the gate table (True, False, None = keep one that still fits)."""
         if wanted is False:
@@ -132,12 +161,13 @@ class FBTGenerationMixin(GenerationMixin):
         check_sampling(setting("temperature"), setting("top_k"), setting("top_p"))
         if setting("temperature") == 0:
             kwargs.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)  # the defaults: no warning
-        for name in ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "inputs_embeds"):
-            if setting(name) is not None:
-                raise ValueError(f"{name} is not supported: it would rewind or bypass the carried state; leave it out")
-        for name in ("prefill_chunk_size", "cache_implementation"):
-            if setting(name) not in (None, "dynamic"):
-                raise ValueError(f"{name}={setting(name)!r} is not supported: leave it out")
+        for name, off in EXCLUDED.items():
+            value = setting(name)
+            if value is not None and not (isinstance(value, (bool, int, float, str)) and value in off):
+                shown = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+                raise ValueError(
+                    f"{name}={shown} is not supported: it would rewind or bypass the carried state; leave it out"
+                )
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         caches = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
         if setting("use_cache") is not False:
