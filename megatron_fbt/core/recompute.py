@@ -7,6 +7,7 @@ checkpoint is PyTorch's non-re-entrant one, and the K passes of a step may diffe
 from typing import Callable
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -46,7 +47,9 @@ class RecomputingLayer(TransformerLayer):
 
 
 class RecomputingAttention(SelfAttention):
-    """Megatron-Core's self-attention; with `checkpoint_core_attention` it keeps queries, keys and values alone."""
+    """Megatron-Core's self-attention; with `checkpoint_core_attention` it keeps queries, keys and values alone.
+
+    At inference it caches keys that are rotated already."""
 
     def _checkpointed_attention_forward(
         self, query, key, value, attention_mask, rotary_pos_emb=None, attn_mask_type=None, **kwargs
@@ -60,6 +63,20 @@ class RecomputingAttention(SelfAttention):
             attn_mask_type=attn_mask_type or self.attn_mask_type,
             **kwargs,
         )
+
+    def _adjust_key_value_for_inference(self, inference_context, query, key, value, rotary_pos_emb, *args, **kwargs):
+        """Megatron-Core caches keys as they are before their rotation and turns them all in every step; here, once."""
+        if inference_context is not None and rotary_pos_emb is not None:
+            begin = inference_context.sequence_len_offset
+            angles = rotary_pos_emb[1][begin : begin + key.size(0)]
+            key = apply_rotary_pos_emb(key, angles, config=self.config, cp_group=self.pg_collection.cp)
+        adjusted = super()._adjust_key_value_for_inference(
+            inference_context, query, key, value, rotary_pos_emb, *args, **kwargs
+        )
+        if inference_context is None or rotary_pos_emb is None:
+            return adjusted
+        query, key, value, angles, *others = adjusted
+        return query, key, value, (angles[0], None), *others
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Megatron-Core compiles this one, which a machine without a GPU may lack the compiler for."""

@@ -10,7 +10,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from tests.unit.hf.checkpoints import write_checkpoint
 from tests.unit.hf.reference import random_weights, tiny_config
 
-VOCAB, PADDED, EOS, NEW = 50, 64, 49, 5
+VOCAB, PADDED, EOS, NEW = 50, 64, 49, 4
 REGIMES = ("standard", "soft", "fused", "recurrent")
 FUSED_PASSES = 2
 GATED = {"attention_output_gate": True, "num_query_groups": 2, "qk_layernorm": True}
@@ -25,6 +25,8 @@ ROW = torch.randint(0, VOCAB, (14,), generator=torch.Generator().manual_seed(3))
 PROMPT = 9
 """Tokens of ROW that are a prompt; the others follow one by one."""
 LENGTHS = (1, 3, 9)
+SEEDS, TEMPERATURE, SAMPLED = (5, 6, 7, 8), 5.0, 12
+"""Of the first prompts' sampled texts, and their tokens."""
 
 
 def config_of(variant: str) -> PretrainConfig:
@@ -50,9 +52,9 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def prompts(count: int = 50) -> List[List[int]]:
-    """Of 1 to 12 tokens."""
+    """Of 1 to 9 tokens."""
     generator = torch.Generator().manual_seed(11)
-    lengths = [*LENGTHS, *torch.randint(1, 13, (count - len(LENGTHS),), generator=generator).tolist()]
+    lengths = [*LENGTHS, *torch.randint(1, 9, (count - len(LENGTHS),), generator=generator).tolist()]
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -64,7 +66,7 @@ def pairs() -> list:
 
 def texts(model, batch_size: int) -> Dict[str, List[List[int]]]:
     """{regime: greedy continuation of each prompt}."""
-    from megatron_fbt.inference.native import generate
+    from megatron_fbt.inference.native.decoding import generate
     from megatron_fbt.inference.text import GenerationOptions
 
     rows, found = prompts(), {}
@@ -80,7 +82,7 @@ def texts(model, batch_size: int) -> Dict[str, List[List[int]]]:
 
 def forced_logits(model, regime: str, rows: List[List[int]], prompt: int):
     """Logits [s, b, v] of rows, their first `prompt` columns as the prompt, the rest one by one; None behind."""
-    from megatron_fbt.inference.native import Decoder
+    from megatron_fbt.inference.native.decoding import Decoder
 
     decoder = Decoder(model, [row[: prompt - max(map(len, rows))] or row for row in rows], regime, FUSED_PASSES, 16)
     states = [decoder.prompt()]
@@ -92,7 +94,7 @@ def forced_logits(model, regime: str, rows: List[List[int]], prompt: int):
 
 def scores(model, **options) -> List[tuple]:
     """(log-likelihoods, greedy) of every pair."""
-    from megatron_fbt.inference.native import score
+    from megatron_fbt.inference.native.scoring import score
 
     found = score(model, pairs(), fused_passes=FUSED_PASSES, batch_size=3, **options)
     return [(one.log_likelihoods, one.greedy) for one in found]
@@ -100,36 +102,38 @@ def scores(model, **options) -> List[tuple]:
 
 def sampled(model, order: List[int], seeds: List[int], **options) -> List[List[int]]:
     """Sampled texts of the first prompts, computed in some order and returned in their own."""
-    from megatron_fbt.inference.native import generate
+    from megatron_fbt.inference.native.decoding import generate
     from megatron_fbt.inference.text import GenerationOptions
 
-    rows, settings = prompts(), GenerationOptions("soft", max_new_tokens=12, **options)
+    rows, settings = prompts(), GenerationOptions("soft", max_new_tokens=SAMPLED, **options)
     found = generate(model, [rows[i] for i in order], settings, eos=EOS, seeds=[seeds[i] for i in order])
     return [found[order.index(i)].token_ids for i in range(len(order))]
 
 
 def measure(rank: int, world_size: int, folder: str, tensor: int, pipeline: int, variants: List[str]) -> Dict[str, Any]:
     """Everything that one layout is asked for, by variant."""
-    from megatron_fbt.inference.native import load
+    from megatron_fbt.inference.native.model import load
 
     found: Dict[str, Any] = {}
     for variant in variants:
         with load(Path(folder) / variant, tensor, pipeline) as model:
             own = found[variant] = {"texts": {8: texts(model, 8)}}
-            if variant == variants[-1]:
+            if variant == variants[0]:
                 own["texts"][1] = texts(model, 1)
             own["logits"] = {regime: forced_logits(model, regime, [ROW.tolist()], PROMPT) for regime in REGIMES}
             own["scores"] = {regime: scores(model, regime=regime) for regime in REGIMES}
             own["by passes"] = {regime: scores(model, regime=regime, passes=30) for regime in REGIMES}
             own["three passes"] = scores(model, regime="fused", passes=3)
-            own["sampled"] = sampled(model, [0, 1, 2, 3], [5, 6, 7, 8], temperature=5.0)
+            own["sampled"] = sampled(model, [0, 1, 2, 3], list(SEEDS), temperature=TEMPERATURE)
     return found
 
 
 def measure_alone(rank: int, world_size: int, folder: str) -> Dict[str, Any]:
     """What one process shows for all: sampling, padding, callbacks, refusals."""
     from megatron_fbt.errors import ConfigError
-    from megatron_fbt.inference.native import generate, load, score
+    from megatron_fbt.inference.native.decoding import generate
+    from megatron_fbt.inference.native.model import load
+    from megatron_fbt.inference.native.scoring import score
     from megatron_fbt.inference.text import GenerationOptions
 
     found: Dict[str, Any] = {"sampled": [], "steps": []}
@@ -170,4 +174,24 @@ def measure_alone(rank: int, world_size: int, folder: str) -> Dict[str, Any]:
         with pytest.raises(ConfigError, match=wrong):
             with load(Path(folder) / "gate", *layout):
                 pass
+    return found
+
+
+def decode_what_training_saved(rank: int, world_size: int, folder: str) -> List[List[List[int]]]:
+    """Four processes: a checkpoint of the trainer's from TP 2 x PP 2, decoded in that layout and on four stages."""
+    from megatron.core import parallel_state
+
+    from megatron_fbt.inference.native.model import load
+    from tests.distributed.export_case import case, save, scatter_weights
+    from tests.distributed.model_case import Grid, build, start
+
+    grid = Grid(tensor=2, pipeline=2)
+    built = build(case(Path(folder), tied=False), grid, start(grid))
+    scatter_weights(built)
+    save(built, Path(folder), 7)
+    parallel_state.destroy_model_parallel()
+    found = []
+    for layout in ((2, 2), (1, 4)):
+        with load(folder, *layout) as model:
+            found.append(texts(model, 50)["fused"])
     return found

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
+from megatron_fbt.inference.sampling import SeededSampling
+from megatron_fbt.training.checkpoint import read_weights
+from tests.distributed import export_case
 from tests.distributed.launch import run_distributed
 from tests.distributed.native_case import (
     EOS,
@@ -11,8 +15,12 @@ from tests.distributed.native_case import (
     PROMPT,
     REGIMES,
     ROW,
+    SAMPLED,
+    SEEDS,
+    TEMPERATURE,
     VARIANTS,
     config_of,
+    decode_what_training_saved,
     measure,
     measure_alone,
     pairs,
@@ -20,17 +28,12 @@ from tests.distributed.native_case import (
     weights_of,
     write_checkpoints,
 )
-from tests.unit.hf.exports import make_model
+from tests.unit.hf.exports import LetterTokenizer, make_model
 from tests.unit.hf.reference import Reference
 
 TOLERANCE = 1e-5
 """Of float32 logits and log-likelihoods, which are below 20."""
-LAYOUTS = {
-    (1, 1): list(VARIANTS),
-    (2, 1): ["concat", "all"],
-    (1, 2): ["all"],
-    (2, 2): ["gate"],
-}
+LAYOUTS = {(1, 1): list(VARIANTS), (2, 1): ["concat"], (1, 2): ["all"], (2, 2): ["gate"]}
 """{(tensor, pipeline): variants}."""
 
 
@@ -45,22 +48,29 @@ def folder(tmp_path_factory):
 def exported():
     """{variant: {regime: greedy text of each prompt by the exported model}}."""
     found = {}
+    for variant in VARIANTS:
+        model = make_model(weights_of(variant), config_of(variant))
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        found[variant] = {regime: greedy_texts(model, regime) for regime in REGIMES}
+    return found
+
+
+def greedy_texts(model, regime):
+    """Of each prompt, up to the token that ends it."""
     rows = prompts()
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    for variant in VARIANTS:
-        model = make_model(weights_of(variant), config_of(variant))
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-        found[variant] = {}
-        for regime in REGIMES:
-            options = {"regime": regime, "fused_passes": FUSED_PASSES, "max_new_tokens": NEW, "do_sample": False}
-            new = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
-            found[variant][regime] = [text[: (text + [EOS]).index(EOS) + 1] for text in new]
-    return found
+    options = {"regime": regime, "fused_passes": FUSED_PASSES, "max_new_tokens": NEW, "do_sample": False}
+    new = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
+    return [text[: (text + [EOS]).index(EOS) + 1] for text in new]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "tp{}pp{}".format(*layout))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(layout, marks=[pytest.mark.slow] if max(layout) > 1 else []) for layout in LAYOUTS],
+    ids="tp{0[0]}pp{0[1]}".format,
+)
 def measured(request, folder):
     """What each rank of a layout found."""
     tensor, pipeline = request.param
@@ -113,10 +123,16 @@ def test_enough_parallel_passes_score_as_decoding_does(measured):
         assert [gap < TOLERANCE for gap in gaps] == settled and not all(settled)
 
 
-def test_padded_ids_are_never_sampled_and_ranks_agree(measured):
+def test_sampled_text_is_that_of_the_export_and_has_no_padded_ids(measured):
     for variant, found in measured[0].items():
         assert all(rank[variant]["sampled"] == found["sampled"] for rank in measured)
         assert all(0 <= token <= EOS for text in found["sampled"] for token in text)
+        model = make_model(weights_of(variant), config_of(variant))
+        model.generation_config.eos_token_id = model.generation_config.pad_token_id = EOS
+        for row, seed, text in zip(prompts(), SEEDS, found["sampled"], strict=False):
+            drawing = LogitsProcessorList([SeededSampling(TEMPERATURE, 0, 1.0, [seed], len(row))])
+            options = {"regime": "soft", "max_new_tokens": SAMPLED, "do_sample": False, "logits_processor": drawing}
+            assert model.generate(torch.tensor([row]), **options)[0, len(row) :].tolist() == text
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +164,16 @@ def test_a_text_ends_with_the_token_that_ends_it(alone):
     assert results[1].finish == "eos" and results[1].token_ids[-1] == stop and len(results[1].token_ids) <= 3
     streamed = [[step[row] for step in alone["steps"] if step[row] is not None] for row in range(3)]
     assert streamed == [result.token_ids for result in results]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_trainer_is_decoded_in_any_layout(tmp_path):
+    LetterTokenizer(export_case.VOCAB).save_for_huggingface(tmp_path / "tokenizer")
+    ranks = run_distributed(decode_what_training_saved, 4, str(tmp_path), timeout=400)
+    config = export_case.case(tmp_path, tied=False).config(export_case.SPLIT)
+    model = make_model(read_weights(tmp_path / "checkpoints" / export_case.FIRST), config)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    expected = greedy_texts(model, "fused")
+    for rank in ranks:
+        for texts in rank:
+            assert texts == expected

@@ -22,10 +22,9 @@ class Rows:
         stage: the model's part of this process.
         prompts: token ids of each row, at least one.
         new_tokens: columns to keep free behind the prompts.
-        cached: keep keys and values between calls.
     """
 
-    def __init__(self, stage: FBTStage, prompts: Sequence[Sequence[int]], new_tokens: int = 0, cached: bool = True):
+    def __init__(self, stage: FBTStage, prompts: Sequence[Sequence[int]], new_tokens: int = 0):
         self.device, self.dtype = stage.layout.device, stage.config.params_dtype
         self.window = stage.context.window
         self.length = max(len(prompt) for prompt in prompts)
@@ -38,7 +37,7 @@ class Rows:
         self.positions = columns if self.pads is None else (columns - self.pads).clamp(min=0)  # [b or 1, c]
         angles = stage.context.rotary(capacity)  # [c, 1, 1, hn]
         self.rotary = angles if self.pads is None else angles[:, 0, 0][self.positions.t()].unsqueeze(2)
-        self.cache = StaticInferenceContext(len(prompts), capacity) if cached else None
+        self.cache = StaticInferenceContext(len(prompts), capacity)
 
     def fused_columns(self, begin: int, end: int) -> torch.Tensor:
         """Which columns may be fused: all but padding and each row's first token. [s, b] bool."""
@@ -47,8 +46,6 @@ class Rows:
     def attention(self, begin: int, end: int) -> Dict[str, Any]:
         """Arguments of the transformer block for columns [begin, end), after what the cache holds of [0, begin)."""
         masks = self._masks(begin, end)
-        if self.cache is None:
-            return {"attention_mask": masks, "rotary_pos_emb": self.rotary[begin:end]}
         self.cache.sequence_len_offset = begin
         return {"attention_mask": masks, "rotary_pos_emb": self.rotary, "inference_context": self.cache}
 
