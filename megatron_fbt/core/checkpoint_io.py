@@ -5,7 +5,7 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, NamedTuple, Tuple
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from megatron_fbt.core.pieces import Piece
 from megatron_fbt.core.safe_index import INDEX, read_index
 from megatron_fbt.core.tensor_archive import FileSlice, fill, find_elements
 from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
+
+TENSORS = ".distcp"
+"""Ending of the names of files that hold tensors."""
 
 
 class _Stretch(NamedTuple):
@@ -87,8 +90,8 @@ def _hashing(folder: Path, name: str, manifest: Manifest, verify: bool) -> Itera
         checked.result()
 
 
-def _stretches(piece: Piece, folder: Path, index: Metadata) -> Iterator[_Stretch]:
-    """Where a piece is stored.
+def _stretches(piece: Piece, folder: Path, index: Metadata) -> List[_Stretch]:
+    """Where a piece is stored; padding that is not becomes 0.
 
     Raises:
         DamagedCheckpointError: the checkpoint does not have it.
@@ -97,14 +100,12 @@ def _stretches(piece: Piece, folder: Path, index: Metadata) -> Iterator[_Stretch
     fixed = slice(1, None) if piece.padded else slice(None)
     same = isinstance(entry, TensorStorageMetadata) and tuple(entry.size)[fixed] == piece.size[fixed]
     if not same:
-        found = "no such tensor" if entry is None else f"one of shape {tuple(getattr(entry, 'size', ()))}"
+        stored = "no such tensor" if entry is None else f"one of shape {tuple(getattr(entry, 'size', ()))}"
         raise DamagedCheckpointError(
-            f"{folder} is not of this model: {piece.name} has the shape {piece.size}, the checkpoint has {found}; "
+            f"{folder} is not of this model: {piece.name} has the shape {piece.size}, the checkpoint has {stored}; "
             "resume from an older checkpoint"
         )
-    if piece.padded:
-        piece.tensor.zero_()
-    covered = 0
+    found: List[_Stretch] = []
     for chunk in entry.chunks:
         bounds = [
             (max(a, b), min(a + n, b + m))
@@ -114,14 +115,18 @@ def _stretches(piece: Piece, folder: Path, index: Metadata) -> Iterator[_Stretch
             continue
         source = tuple(slice(low - a, high - a) for (low, high), a in zip(bounds, chunk.offsets))
         target = piece.tensor[tuple(slice(low - a, high - a) for (low, high), a in zip(bounds, piece.offsets))]
-        covered += target.numel()
         place = index.storage_data[MetadataIndex(piece.name, chunk.offsets)]
-        yield _Stretch(place, tuple(chunk.sizes), entry.properties.dtype, source, target)
-    if covered != piece.tensor.numel() and not piece.padded:
+        found.append(_Stretch(place, tuple(chunk.sizes), entry.properties.dtype, source, target))
+    covered = sum(stretch.target.numel() for stretch in found)
+    if covered == piece.tensor.numel():
+        return found
+    if not piece.padded:
         raise DamagedCheckpointError(
             f"{folder}: {covered:,} of {piece.tensor.numel():,} elements of {piece.name} are stored; resume from an "
             "older checkpoint"
         )
+    piece.tensor.zero_()
+    return found
 
 
 def _read_stretch(file: BinaryIO, stretch: _Stretch) -> None:
@@ -172,7 +177,7 @@ def check_files(folder: Path, verify: bool = True) -> Metadata:
 
     Args:
         folder: the checkpoint.
-        verify: compare the hashes of the small files, too.
+        verify: compare the hashes of those without tensors, too.
 
     Returns:
         The index.
@@ -181,8 +186,9 @@ def check_files(folder: Path, verify: bool = True) -> Metadata:
         DamagedCheckpointError: naming the file.
     """
     manifest = check_sizes(folder)
-    for name in (INDEX, COMMON_FILE, FORMAT_FILE):
-        (check_content if verify else check_size)(folder, name, manifest)
+    for name in {INDEX, COMMON_FILE, FORMAT_FILE, *manifest.files}:
+        if not name.endswith(TENSORS):
+            (check_content if verify else check_size)(folder, name, manifest)
     with _as_checkpoint_error(f"{folder / FORMAT_FILE} cannot be read", "resume from an older checkpoint"):
         json.loads((folder / FORMAT_FILE).read_text())
     with _as_checkpoint_error(f"{folder / COMMON_FILE} cannot be read", "resume from an older checkpoint"):

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import List, Optional
 
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.manifest import check_sizes
+from megatron_fbt.core.manifest import check_content, check_sizes
 from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
 from megatron_fbt.training.run_folder import (
+    CONFIG_FILE,
+    STATE_FILE,
     TRACKER,
     checkpoints_folder,
     read_trainer_state,
@@ -119,12 +121,14 @@ def refuse_other_phases(config: PretrainConfig, planned: Optional[Path], checkpo
 
 
 def check_complete(checkpoint: Path) -> None:
-    """See that all files of a checkpoint are there in their sizes, and that the small ones can be read.
+    """See that all files of a checkpoint are there in their sizes, and that counters and configuration are intact.
 
     Raises:
         DamagedCheckpointError: naming the file.
     """
-    check_sizes(checkpoint)
+    manifest = check_sizes(checkpoint)
+    for name in (CONFIG_FILE, STATE_FILE):
+        check_content(checkpoint, name, manifest)
     try:
         read_trainer_state(checkpoint)
         written_config(checkpoint)

@@ -109,9 +109,9 @@ def find_step_folder(checkpoint: Union[str, Path]) -> Path:
     tracker = folder / TRACKER
     if tracker.is_file():
         name = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if not name or Path(name).name != name or not (folder / name).is_dir():
+        if name not in {path.name for path in folder.iterdir() if path.is_dir()}:
             raise CheckpointError(
-                f"{tracker}: names {name!r}, which is not a folder beside it. Name a step_... folder."
+                f"{tracker}: names {name[:80]!r}, which is not a folder beside it. Name a step_... folder."
             )
         folder = folder / name
     if not (folder / "config.yaml").is_file():
@@ -130,7 +130,13 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     """
     path = checkpoint / STATE_FILE
     try:
-        return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        state = TrainerState(**content)
+        for name, default in vars(TrainerState()).items():
+            kinds = {int: (int,), list: (list,)}.get(type(default), (int, type(None)))
+            if not isinstance(getattr(state, name), kinds):
+                raise ValueError(f"{name} = {str(getattr(state, name))[:80]!r}")
+        return state
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
 
@@ -205,7 +211,8 @@ def _written_sections(checkpoint: Path) -> Dict[str, Any]:
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path} cannot be read: {reason}; resume from an older checkpoint") from error
     names = [section.name for section in dataclasses.fields(PretrainConfig)]
     whole = isinstance(sections, dict) and all(isinstance(sections.get(name), dict) for name in names)
     if not whole or "seed" not in sections["run"]:

@@ -112,3 +112,57 @@ def test_no_checkpoint_is_exit_code_4(tool, tmp_path):
     for name in ("inspect_checkpoint", "verify_checkpoint"):
         code, _, errors = tool(name, "--checkpoint", tmp_path)
         assert code == 4 and f"checkpoint {tmp_path}" in errors
+
+
+HOSTILE = {
+    "manifest.json": [
+        "",
+        "[]",
+        "null",
+        "7",
+        '"text"',
+        '{"format": 1, "files": []}',
+        '{"format": 2, "files": {}}',
+        "\x00\xff",
+    ],
+    "config.yaml": ["", "- 1", "a: [", "model: 3", "\x00"],
+    "trainer_state.json": ["", "[]", "null", '{"unknown": 1}', '{"step": "four"}', "{"],
+    ".metadata": ["", "text", "\x80\x04."],
+}
+"""Content that a person or a program may have put there."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_whatever_a_small_file_holds_the_tools_say_so_in_one_line(tool, checkpoint, name):
+    for content in HOSTILE[name]:
+        (checkpoint / name).write_text(content, encoding="latin-1")
+        if name != "manifest.json":  # as if it had been written so
+            manifest = json.loads((checkpoint / "manifest.json").read_text())
+            entry = hash_file(checkpoint / name)
+            manifest["files"][name] = {"bytes": entry.size, "sha256": entry.digest}
+            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        for tool_name in ("inspect_checkpoint", "verify_checkpoint"):
+            code, shown, errors = tool(tool_name, "--checkpoint", checkpoint)
+            assert code == 4 and str(checkpoint / name) in shown + errors, (tool_name, content)
+            assert "Traceback" not in shown + errors and len((shown + errors).splitlines()) <= 3
+
+
+@pytest.mark.parametrize("content", ["", "../elsewhere", "step_00000009", "/etc", "\x00", "a" * 5000])
+def test_a_tracker_with_anything_else_than_a_checkpoint_is_exit_code_4(tool, checkpoint, content):
+    (checkpoint.parent / "latest").write_text(content)
+    for tool_name in ("inspect_checkpoint", "verify_checkpoint"):
+        code, _, errors = tool(tool_name, "--checkpoint", checkpoint.parent.parent)
+        assert code == 4 and str(checkpoint.parent / "latest") in errors and len(errors) < 1500
+
+
+def test_a_file_or_a_damaged_one_among_several_is_told(tool, checkpoint, tmp_path):
+    (tmp_path / "file").write_text("")
+    for tool_name in ("inspect_checkpoint", "verify_checkpoint"):
+        assert tool(tool_name, "--checkpoint", tmp_path / "file")[0] == 4
+    code, _, errors = tool("verify_checkpoint", "--checkpoint", tmp_path / "nowhere", "--all")
+    assert code == 4 and "nowhere" in errors
+    (checkpoint.parent / "step_00000002").mkdir()
+    code, shown, _ = tool("verify_checkpoint", "--checkpoint", checkpoint.parent.parent, "--all", "--json")
+    told = json.loads(shown)
+    assert code == 4 and not told["intact"] and told["checkpoints"][str(checkpoint)] == []
+    assert "manifest.json cannot be read" in told["checkpoints"][str(checkpoint.parent / "step_00000002")][0]

@@ -2,13 +2,17 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fbt.config.load import dump_yaml
-from tests.distributed.run_case import STEPS, checkpoint_of, rows_of, run_config, write_corpus
+from tests.distributed.launch import run_distributed
+from tests.distributed.run_case import STEPS, checkpoint_of, rows_of, run, run_config, write_corpus
 
 TRAIN = """
 import sys
@@ -42,7 +46,10 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_path_and_sizes_and_leaves_the_checkpoint_before(tmp_path, repository):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_ends_the_run_with_path_and_sizes_and_leaves_the_checkpoint_before(
+    tmp_path, repository, background
+):
     corpus = write_corpus(tmp_path)
     run = tmp_path / "run"
     run.mkdir()
@@ -50,7 +57,7 @@ def test_a_full_disk_ends_the_run_with_path_and_sizes_and_leaves_the_checkpoint_
     mount = subprocess.run([*small_disk, "mount", "-t", "tmpfs", "tmpfs", run], capture_output=True, text=True)
     if mount.returncode != 0:
         pytest.skip(f"no small file system can be mounted here: {mount.stderr.strip()}")
-    config = run_config(run, corpus, checkpoint__save_interval=4)
+    config = run_config(run, corpus, checkpoint__save_interval=4, checkpoint__async_save=background)
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     for name, text in (("script.py", SCRIPT), ("train.py", TRAIN)):
         (tmp_path / name).write_text(text)
@@ -66,3 +73,39 @@ def test_a_full_disk_ends_the_run_with_path_and_sizes_and_leaves_the_checkpoint_
     assert freed == [0, ["latest", "step_00000004", "step_00000008", f"step_{STEPS:08d}"], f"step_{STEPS:08d}"]
     assert len(rows_of(tmp_path / "copy")) == STEPS
     assert checkpoint_of(tmp_path / "copy", STEPS)
+
+
+LIMIT = 20_000
+"""Bytes to which a file of rank 1 may grow; its part of a checkpoint is larger."""
+
+
+def runs_at_a_limit(rank, world_size, folder, corpus):
+    """The operating system refuses what rank 1 writes from step 5 on; then it does so no more."""
+    settings = {"optimizer__sharding": "megatron", "checkpoint__save_interval": 4}
+    assert run(run_config(Path(folder) / "whole", corpus, **settings)) == "finished"
+    outcomes, free = {}, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_up(trainer):
+        if rank == 1 and trainer.state.step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, free[1]))
+
+    for name, background in (("at once", False), ("background", True)):
+        config = run_config(Path(folder) / name, corpus, checkpoint__async_save=background, **settings)
+        left = [run(config, fill_up), sorted(path.name for path in (Path(config.run.dir) / "checkpoints").iterdir())]
+        resource.setrlimit(resource.RLIMIT_FSIZE, free)
+        outcomes[name] = [*left, run(config)]
+    return outcomes
+
+
+def test_a_rank_that_can_write_no_more_ends_the_run_and_the_checkpoint_before_stays(tmp_path, capfd):
+    corpus = write_corpus(tmp_path)
+    for outcomes in run_distributed(runs_at_a_limit, 2, str(tmp_path), corpus, timeout=300, init_group=False):
+        for name in ("at once", "background"):
+            assert outcomes[name] == ["CheckpointError", ["latest", "step_00000004"], "finished"]
+    shown = capfd.readouterr().out
+    for name in ("at once", "background"):
+        assert f"cannot write the checkpoint {tmp_path / name}/checkpoints/.step_00000008." in shown
+        assert rows_of(tmp_path / name) == rows_of(tmp_path / "whole")
+        expected, found = checkpoint_of(tmp_path / "whole", STEPS), checkpoint_of(tmp_path / name, STEPS)
+        assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    assert "File too large" in shown and "this process writes" in shown and "free there" in shown
