@@ -43,6 +43,11 @@ def new_figure(panels: int, title: str) -> Tuple[Any, Any]:
     return figure, axes
 
 
+def model_name(folder: str) -> str:
+    """How a plot calls an exported model: its folder, and the one that this lies in."""
+    return "/".join(Path(folder).absolute().parts[-2:])
+
+
 def save(figure: Any, path: Path) -> None:
     """Write the figure.
 

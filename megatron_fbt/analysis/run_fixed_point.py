@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional
 
 from megatron_fbt.analysis.fixed_point import PassSeries, iterate
-from megatron_fbt.analysis.plots import COLORS, new_figure, output_folder, require_matplotlib, save
+from megatron_fbt.analysis.plots import COLORS, model_name, new_figure, output_folder, require_matplotlib, save
 from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.analysis.rows import TokenRows, indexed_rows, text_rows
 from megatron_fbt.analysis.stability import assess, judged_norms
@@ -112,7 +112,7 @@ def _rows(options: FixedPointOptions, config: Any, tokenizer: Any) -> TokenRows:
 def draw(report: Dict[str, Any], series: PassSeries, path: Path) -> None:
     """Loss over passes, and update norm over passes with the fitted line."""
     figure, (left, right) = new_figure(
-        2, f"{Path(report['model']).name}: {len(series.losses)} passes over held-out text"
+        2, f"{model_name(report['model'])}: {len(series.losses)} passes over held-out text"
     )
     passes = range(1, len(series.losses) + 1)
     left.plot(passes, series.losses, color=COLORS[0], marker="o", markersize=3, label="loss of pass k")

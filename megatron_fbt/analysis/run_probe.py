@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fbt.analysis.facts import NO_LABEL, Facts, read_facts
 from megatron_fbt.analysis.layer_inputs import layer_inputs, passes_of
-from megatron_fbt.analysis.plots import COLORS, new_figure, output_folder, require_matplotlib, save
+from megatron_fbt.analysis.plots import COLORS, model_name, new_figure, output_folder, require_matplotlib, save
 from megatron_fbt.analysis.probe import cross_validate, fold_numbers
 from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.errors import BadNumbersError, ConfigError
@@ -199,7 +199,7 @@ def draw(report: Dict[str, Any], path: Path) -> None:
     regimes = list(dict.fromkeys(result["regime"] for result in results))
     layers = list(dict.fromkeys(result["layer"] for result in results))
     figure, (panel,) = new_figure(
-        1, f"{Path(report['facts']).stem}: what a linear probe finds in {Path(report['model']).name}"
+        1, f"{Path(report['facts']).stem}: what a linear probe finds in {model_name(report['model'])}"
     )
     width = 0.8 / len(layers)
     for number, layer in enumerate(layers):
@@ -213,12 +213,12 @@ def draw(report: Dict[str, Any], path: Path) -> None:
         color = COLORS[number % len(COLORS)]
         panel.bar(places, heights, width * 0.95, color=color, label=f"input of layer {layer}")
         panel.errorbar(places, heights, [[max(0.0, e) for e in side] for side in errors], fmt="none", ecolor="#555555")
-        for place, height in zip(places, heights):
-            panel.text(place, 0.02, f"{height:.2f}", color="white", fontsize=8, ha="center")
+        for place, height, above in zip(places, heights, errors[1]):
+            panel.text(place, height + max(0.0, above) + 0.01, f"{height:.2f}", fontsize=8, ha="center")
     panel.axhline(results[0]["majority"], color="#000000", linestyle="--", label="majority")
     panel.set_xticks(range(len(regimes)), regimes)
     panel.set(
-        ylim=(0, 1.05),
+        ylim=(0, 1.08),
         ylabel="accuracy on held-out groups (thin lines: range of folds)",
         xlabel="how the input was computed",
     )
