@@ -63,7 +63,8 @@ def console_line(row: Mapping[str, Union[int, float, None]], train_steps: int, e
     Args:
         row: the step's row of metrics.jsonl: step, passes, loss, loss_pass_1..., grad_norm, lr, tokens_per_second,
             skipped (steps so far without an update, because of non-finite numbers), and where they are known
-            model_tflops (model TFLOP/s of the whole run, passes counted) and validation_loss_pass_1...
+            model_tflops (model TFLOP/s of the whole run, passes counted), validation_loss_pass_1... and
+            validation_loss_soft.
         train_steps: steps of the whole run.
         eta_s: seconds left, None when unknown.
     """
@@ -85,6 +86,8 @@ def console_line(row: Mapping[str, Union[int, float, None]], train_steps: int, e
     validation = pass_values(row, VALIDATION_FIELD)
     if validation:
         parts.append(f"validation per pass {_losses(validation)}")
+    if "validation_loss_soft" in row:
+        parts.append(f"in SOFT {_losses([row['validation_loss_soft']])}")
     return " | ".join(parts)
 
 

@@ -70,7 +70,10 @@ def test_line_of_a_skipped_step_and_of_a_validated_one():
     bad = {**ROW, "loss": None, "loss_pass_2": None, "grad_norm": None, "skipped": 3}
     assert "loss non-finite" in console_line(bad, 10, None) and "skipped steps 3" in console_line(bad, 10, None)
     validated = {**ROW, "validation_loss_pass_1": 3.5, "validation_loss_pass_2": 3.25}
-    assert "validation per pass 3.5000 3.2500" in console_line(validated, 10, None)
+    line = console_line(validated, 10, None)
+    assert line.endswith("validation per pass 3.5000 3.2500")
+    assert console_line({**validated, "validation_loss_soft": 3.75}, 10, None) == f"{line} | in SOFT 3.7500"
+    assert console_line({**validated, "validation_loss_soft": None}, 10, None) == f"{line} | in SOFT non-finite"
 
 
 def test_pass_values_stop_at_the_last_pass():
