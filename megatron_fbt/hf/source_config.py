@@ -194,7 +194,8 @@ def _unsupported(hf: PretrainedConfig, tree: Dict[str, Any]) -> List[str]:
         refuse("mlp_bias", True, "MLPs here have no biases")
     rope = _rope(hf)
     if rope["rope_type"] != "default":
-        refuse("rope_scaling", rope, "the rotary embedding here has a base (model.rotary_base) and no scaling")
+        why = "the rotary embedding here has a base (model.rotary_base) and no scaling; give a model without it"
+        refuse("rope_scaling", rope, why)
     if rope["partial_rotary_factor"] != 1:
         refuse("partial_rotary_factor", rope["partial_rotary_factor"], "the rotary embedding here turns whole heads")
     windows, types = _windows(hf), getattr(hf, "layer_types", None)
