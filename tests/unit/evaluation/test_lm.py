@@ -104,10 +104,10 @@ def test_results_do_not_depend_on_the_batch_size(folder):
 @pytest.mark.parametrize("regime", ["standard", "soft", "fused", "recurrent"])
 def test_generate_until(folder, regime):
     reference, lm = text_reference(), make(folder, regime=regime)
-    whole = text_of(reference.greedy(ids_of("one plus"), regime, 12))
-    settings = {"until": [whole[6:8]], "max_gen_toks": 12}
+    whole = text_of(reference.greedy(ids_of("one plus"), regime, 8))
+    settings = {"until": [whole[4:6]], "max_gen_toks": 8}
     found = lm.generate_until(requests("generate_until", ("one plus", settings), ("A", {"max_gen_toks": 5})))
-    assert found == [whole[: whole.index(whole[6:8])], text_of(reference.greedy(ids_of("A"), regime, 5))]
+    assert found == [whole[: whole.index(whole[4:6])], text_of(reference.greedy(ids_of("A"), regime, 5))]
     assert [(one.task, one.document, one.repeat) for one in lm.traces] == [("task", 0, 0), ("task", 1, 0)]
 
 
