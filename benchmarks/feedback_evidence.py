@@ -11,8 +11,8 @@ holds for the median of the three. The exit code is 1 if one is missed.
 Columns p=k: accuracy (for bytes: loss in nats) of k parallel passes on fresh rows; p=T is the recurrence that decoding
 follows. 2T: the recurrence (for a standard transformer, its one pass) on rows of twice the trained length.
 
-The tasks are short of compute on purpose: with twice as much, one standard transformer in a trial learned the parity of
-32 bits as well.
+The tasks are short of compute on purpose: with more of it and larger initial weights, one standard transformer in a
+trial learned the parity of 32 bits as well.
 """
 
 import argparse
@@ -41,6 +41,9 @@ from evidence_runs import (  # noqa: E402
     rows_file,
     train_and_measure,
 )
+
+from megatron_fbt.analysis.plots import require_matplotlib  # noqa: E402
+from megatron_fbt.errors import ConfigError  # noqa: E402
 
 ONE: Schedule = ((0.0, ((1, 1.0),)),)
 THREE: Schedule = ((0.0, ((3, 1.0),)),)
@@ -281,7 +284,13 @@ def main() -> int:
     size = QUICK if args.quick else Size()
     if args.units:
         size = replace(size, units=args.units, generation_units=args.units, byte_units=args.units)
-    runs = plan_runs(args.only or list(MODELS), args.seeds, size)
+    experiments = args.only or list(MODELS)
+    if BYTES in experiments:
+        try:
+            require_matplotlib()
+        except ConfigError as error:
+            parser.error(str(error))
+    runs = plan_runs(experiments, args.seeds, size)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
