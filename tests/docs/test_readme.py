@@ -15,6 +15,7 @@ from megatron_fbt.config.load import parse_command_line
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import FBTError
 from megatron_fbt.hf.configuration_fbt import REGIMES
+from megatron_fbt.inference.native.__main__ import build_parser as native_parser
 from megatron_fbt.launch import build_parser
 from tests.docs import readme
 from tests.unit.data.test_inputs import BAD_LINES
@@ -74,6 +75,11 @@ def test_instant_commands_run(repository, line):
 def test_launched_commands_are_accepted(repository, monkeypatch, line):
     launcher = next(name for name in LAUNCHERS if line.startswith(name))
     arguments = LAUNCHERS[launcher]().parse_args(shlex.split(line.removeprefix(launcher)))
+    if arguments.training_script == "megatron_fbt.inference.native":
+        found = native_parser().parse_args(arguments.training_script_args)
+        processes = found.tensor_model_parallel_size * found.pipeline_model_parallel_size
+        assert arguments.module and processes == int(arguments.nproc_per_node)
+        return
     assert (arguments.module, arguments.training_script) == (True, "megatron_fbt.pretrain")
     monkeypatch.chdir(repository)
     monkeypatch.setenv("WORLD_SIZE", arguments.nproc_per_node)

@@ -25,7 +25,7 @@ from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.hf.native import load_stage
 from megatron_fbt.inference.native.rows import Rows
-from megatron_fbt.training.failure import on_all_ranks, on_first_rank
+from megatron_fbt.training.failure import on_all_ranks, on_first_rank, speaks_first
 from megatron_fbt.training.run_folder import find_step_folder, written_config
 
 
@@ -189,7 +189,7 @@ def load(
     """A checkpoint's model, in a layout of its own, for as long as the context lasts; collective.
 
     Joins the launcher's process group, or makes one of this process alone, and leaves it in the end; one that is there
-    already stays.
+    already stays. An exception says in its attribute `speaks` whether this process is to tell the user about it.
 
     Args:
         checkpoint: as in find_step_folder, of any layout.
@@ -214,6 +214,9 @@ def load(
         size = vocab_size or config.model.vocab_size
         on_all_ranks(lambda: stages.append(load_stage(step, config, size, layout)), layout.cpu_group)
         yield NativeModel(stages[0], config)
+    except BaseException as error:
+        error.speaks = speaks_first()
+        raise
     finally:
         if there:
             parallel_state.destroy_model_parallel()

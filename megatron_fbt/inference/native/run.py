@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, TextIO
 
 from megatron_fbt.config.checks import launcher_number
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.data.chat import ChatEncoder
 from megatron_fbt.data.inputs import BadRecord
 from megatron_fbt.data.stored_tokenizer import checkpoint_tokenizer
@@ -21,7 +22,6 @@ from megatron_fbt.inference.native.model import NativeModel, load, native_config
 from megatron_fbt.inference.prompts import Prompt, PromptSource
 from megatron_fbt.inference.sampling import row_seed
 from megatron_fbt.inference.text import GenerationOptions
-from megatron_fbt.training.failure import speaks_first
 from megatron_fbt.training.messages import hide_gpu_hints, set_up_messages
 from megatron_fbt.training.run_folder import find_step_folder
 from megatron_fbt.versions import check_megatron_core_version
@@ -57,7 +57,7 @@ class NativeRequest:
 def run(request: NativeRequest) -> None:
     """Continue all prompts in order; the first process writes, results to standard output, the rest to standard error.
 
-    An exception says in its attribute `speaks` whether this process is to print it.
+    An exception from after processes have joined says in its attribute `speaks` whether this one is to print it.
 
     Raises:
         ConfigError: An option or a prompt without a meaning, or another number of processes than the layout has.
@@ -81,22 +81,12 @@ def run(request: NativeRequest) -> None:
     check_tokens([prompt.ids for prompt in prompts], vocab_size)
     is_main = not launcher_number(os.environ, "RANK")
     set_up_messages(is_main)
-    if not _on_gpu():
+    if not on_gpu():
         hide_gpu_hints()
-    try:
-        if is_main:
-            _warn_of_length(prompts, request.options, config)
-        with load(step, *sizes, request.dtype, vocab_size) as model:
-            _continue(model, tokenizer, prompts, request, sys.stdout if is_main else None)
-    except BaseException as error:
-        error.speaks = speaks_first()
-        raise
-
-
-def _on_gpu() -> bool:
-    from megatron_fbt.core.cpu import on_gpu
-
-    return on_gpu()
+    if is_main:
+        _warn_of_length(prompts, request.options, config)
+    with load(step, *sizes, request.dtype, vocab_size) as model:
+        _continue(model, tokenizer, prompts, request, sys.stdout if is_main else None)
 
 
 def _encode(contents: List[Any], tokenizer: Tokenizer, source: PromptSource) -> List[Prompt]:
@@ -152,8 +142,8 @@ def _continue(
         began = time.perf_counter()
         found = generate(model, [prompt.ids for prompt in batch], options, eos, seeds, counter)
         elapsed = time.perf_counter() - began
-        speed = sum(len(result.token_ids) for result in found) / elapsed
-        tokens, seconds = tokens + round(speed * elapsed), seconds + elapsed
+        new = sum(len(result.token_ids) for result in found)
+        tokens, seconds = tokens + new, seconds + elapsed
         if out is None:
             continue
         for place, (prompt, result) in enumerate(zip(batch, found, strict=True)):
@@ -166,7 +156,7 @@ def _continue(
                 "new_tokens": len(result.token_ids),
                 "token_ids": result.token_ids,
                 "seconds": round(elapsed, 3),
-                "tokens_per_second": round(speed, 1),
+                "tokens_per_second": round(new / elapsed, 1),
                 "finish": result.finish,
             }
             _write(facts, len(prompts), request.as_json, out)
