@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from pathlib import Path
 train, config, run, copy = sys.argv[1:]
 folder = Path(run) / "checkpoints"
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", run], check=True)
-(Path(run) / "filler").write_bytes(bytes((4 << 20) - (450 << 10)))
+(Path(run) / "filler").write_bytes(bytes((4 << 20) - (320 << 10)))
 
 
 def outcome():
@@ -80,13 +81,15 @@ LIMIT = 20_000
 
 
 def runs_at_a_limit(rank, world_size, folder, corpus):
-    """The operating system refuses what rank 1 writes from step 5 on; then it does so no more."""
+    """The operating system refuses what rank 1 writes from step 8 on; then it does so no more."""
     settings = {"optimizer__sharding": "megatron", "checkpoint__save_interval": 4}
     assert run(run_config(Path(folder) / "whole", corpus, **settings)) == "finished"
     outcomes, free = {}, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_up(trainer):
-        if rank == 1 and trainer.state.step == 4:
+        if rank == 1 and trainer.state.step == 7:
+            while trainer.checkpointer.busy:  # with the checkpoint of step 4
+                time.sleep(0.01)
             resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, free[1]))
 
     for name, background in (("at once", False), ("background", True)):
