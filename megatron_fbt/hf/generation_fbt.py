@@ -116,6 +116,14 @@ class FBTGenerationMixin(GenerationMixin):
         """Compute the gates of all tokens once; see FBTModel.build_gate_table."""
         self.model.build_gate_table()
 
+    def load_custom_generate(self, *args, **kwargs):
+        """No folder can replace `generate`: transformers 4 would execute code that it finds there, trusted or not.
+
+        Raises:
+            OSError: Always; while a model is loaded, transformers takes it for "there is none".
+        """
+        raise OSError("custom_generate is not supported: it would bypass the carried state; leave it out")
+
     def init_continuous_batching(self, *args, **kwargs):
         """Not in this model.
 
