@@ -5,6 +5,7 @@ after a kill.
 """
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -71,9 +72,9 @@ class Lease:
             None: the lease is taken and is renewed from now on. Else for whose lapse to wait; try again soon.
 
         Raises:
-            CheckpointError: somebody else holds it and renews it.
+            CheckpointError: somebody else holds it and renews it; or it cannot be read.
         """
-        holder = self._read()
+        holder = self._found()
         if holder is None:
             if not self._create():
                 return f"{self.path} is just being made by another process"
@@ -164,12 +165,28 @@ class Lease:
         return json.dumps(asdict(self._me), indent=1) + "\n"
 
     def _read(self) -> Optional[Holder]:
-        """The holder; None if there is no lease, or nothing that was written as one."""
+        """The holder as the owner sees it; None if there is none or it cannot be told: then this run goes on."""
         try:
-            return Holder(**json.loads(self.path.read_text(encoding="utf-8")))
+            return read_holder(self.path)
+        except (OSError, ValueError):
+            return None
+
+    def _found(self) -> Optional[Holder]:
+        """The holder as a newcomer sees it; None if there is no lease. What was not written as one goes.
+
+        Raises:
+            CheckpointError: it cannot be read, so that somebody may hold the folder.
+        """
+        try:
+            return read_holder(self.path)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError):
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read: {error}; another run may hold run.dir = {str(self.path.parent)!r}: mend "
+                "the file's permissions, remove it if no run is at work there, or name another folder"
+            ) from error
+        except ValueError:
             self.path.unlink(missing_ok=True)
             return None
 
@@ -180,6 +197,8 @@ class Lease:
             draft.write_text(self._content(), encoding="utf-8")
             os.link(draft, self.path)
         except FileExistsError:
+            if self.path.is_symlink() and not self.path.exists():
+                raise CheckpointError(f"{self.path} is a symbolic link to nothing; remove it") from None
             return False
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error}; free space, or mend the folder") from error
@@ -201,6 +220,23 @@ class Lease:
         finally:
             aside.unlink(missing_ok=True)
         return self._create()
+
+
+def read_holder(path: Path) -> Holder:
+    """What a lease file says.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it was not written as a lease.
+    """
+    try:
+        holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
+        named = (holder.token, holder.host, holder.process, holder.job or "")
+        if not all(isinstance(text, str) for text in named) or not math.isfinite(holder.time + holder.seconds):
+            raise ValueError("no holder")
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return holder
 
 
 def process_name(pid: int) -> str:

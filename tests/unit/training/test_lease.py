@@ -126,3 +126,45 @@ def test_what_is_no_lease_holds_nothing(tmp_path, content):
     lease = Lease(tmp_path, 1000.0)
     assert lease.try_to_take() is None
     lease.release()
+
+
+GOOD = {"token": "a", "job": None, "host": "h", "pid": 1, "process": "", "time": 1e9, "seconds": 60.0}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        json.dumps({**GOOD, "time": "yesterday"}),
+        json.dumps({**GOOD, "time": None}),
+        json.dumps({**GOOD, "time": 10**400}),
+        json.dumps({**GOOD, "time": float("nan")}),
+        json.dumps({**GOOD, "seconds": float("inf")}),
+        json.dumps({**GOOD, "process": 5}),
+    ],
+)
+def test_what_no_run_can_have_written_is_no_lease(tmp_path, content):
+    (tmp_path / LEASE).write_text(content)
+    lease = Lease(tmp_path, SECONDS)
+    assert lease.try_to_take() is None
+    lease.release()
+
+
+def test_a_lease_that_cannot_be_read_is_not_taken_away_from_its_holder(tmp_path, monkeypatch):
+    (tmp_path / LEASE).write_text(json.dumps({**GOOD, "time": time.time()}))
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(lease_module, "read_holder", refuse)
+    with pytest.raises(CheckpointError, match=r"lease.json cannot be read: .*Permission denied.* another run may hold"):
+        Lease(tmp_path, SECONDS).try_to_take()
+    assert json.loads((tmp_path / LEASE).read_text())["token"] == "a"
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling link"])
+def test_something_else_in_the_place_of_the_lease_is_an_error_not_a_wait(tmp_path, kind):
+    path = tmp_path / LEASE
+    path.mkdir() if kind == "folder" else path.symlink_to(tmp_path / "nowhere" / "file")
+    with pytest.raises(CheckpointError, match=r"lease.json (cannot be read|is a symbolic link to nothing)"):
+        Lease(tmp_path, SECONDS).try_to_take()
