@@ -22,6 +22,7 @@ from tests.unit.data.test_inputs import BAD_LINES
 
 LINES = readme.command_lines()
 PRETRAIN = "python -m megatron_fbt.pretrain "
+NATIVE = "python -m megatron_fbt.inference.native"
 INSTANT = ("--help", "--print_config", "--dry_run")
 LAUNCHERS = {"torchrun": get_args_parser, "python -m megatron_fbt.launch": build_parser}
 FIELDS = field_types()
@@ -96,8 +97,14 @@ def test_tools_have_the_options(help_of, line):
     assert re.search(r"^examples?:", help_of(tool), re.MULTILINE)
 
 
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith(NATIVE)])
+def test_commands_of_one_process_are_accepted(line):
+    found = native_parser().parse_args(shlex.split(line.removeprefix(NATIVE)))
+    assert found.tensor_model_parallel_size * found.pipeline_model_parallel_size == 1
+
+
 def test_every_other_command_is_known(repository):
-    others = [line for line in LINES if not line.startswith((PRETRAIN, *LAUNCHERS, "python tools/"))]
+    others = [line for line in LINES if not line.startswith((PRETRAIN, NATIVE, *LAUNCHERS, "python tools/"))]
     for line in others:
         words = shlex.split(line)
         if words[0] == "bash":
