@@ -69,7 +69,7 @@ def load_stage(checkpoint: Path, config: PretrainConfig, vocab_size: int, layout
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
     wanted = stage.sharded_state_dict(metadata=metadata)
     pieces = [piece for parts in weight_pieces(wanted).values() for piece in parts]
-    read_pieces(pieces, checkpoint, check_files(checkpoint, verify=False), verify=False)
+    read_pieces(pieces, checkpoint, check_files(checkpoint))
     return stage
 
 
