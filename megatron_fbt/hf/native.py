@@ -53,7 +53,7 @@ def native_logits(
 
 
 def load_stage(checkpoint: Path, config: PretrainConfig, vocab_size: int, layout: Layout) -> FBTStage:
-    """This process's part of a checkpoint's model, in evaluation mode; of files only the sizes are checked.
+    """This process's part of a checkpoint's model, in evaluation mode; every file that is read is checked.
 
     Args:
         checkpoint: The step's folder, of any layout.
