@@ -3,7 +3,9 @@
 Whatever cannot be told for certain is an error: a run never starts again over an old one.
 """
 
+import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import List, Optional
@@ -17,9 +19,12 @@ from megatron_fbt.training.run_folder import (
     TRACKER,
     checkpoints_folder,
     read_trainer_state,
+    step_folder,
     stored_phase_starts,
     written_config,
 )
+
+STEP_NAME = re.compile(r"step_\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ def find_resume_point(config: PretrainConfig) -> ResumePoint:
         _refuse_used_folder(Path(config.run.dir))
         return ResumePoint()
     point = latest_complete(folder)
+    if policy == "auto" and point.checkpoint is None:
+        _refuse_lost_checkpoints(Path(config.run.dir))
     if policy == "must" and point.checkpoint is None:
         raise CheckpointError(
             f"checkpoint.resume = 'must': there is no checkpoint in {folder}; set run.dir to the folder of the run, or "
@@ -63,6 +70,20 @@ def _refuse_used_folder(run_dir: Path) -> None:
         )
 
 
+def _refuse_lost_checkpoints(run_dir: Path) -> None:
+    """A run that had a checkpoint must not start again because its folder is not there, or not mounted."""
+    status = run_dir / "status.json"
+    try:
+        name = json.loads(status.read_text(encoding="utf-8"))["last_checkpoint"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return
+    if name is not None:
+        raise CheckpointError(
+            f"{run_dir / 'checkpoints'} holds no checkpoint, but {status} says that the run has written {name!r}. Put "
+            f"the checkpoints back; to start the run afresh, remove {status} or choose another run.dir"
+        )
+
+
 def latest_complete(folder: Path) -> ResumePoint:
     """The checkpoint that `latest` names; if files of it are missing or cut, the newest complete one before.
 
@@ -72,7 +93,11 @@ def latest_complete(folder: Path) -> ResumePoint:
     Raises:
         CheckpointError: there are checkpoints, but it is not clear from which one to go on.
     """
-    steps = _steps(folder)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder, or a symbolic link to one that is not there; mend it, or choose another run.dir"
+        )
+    steps = step_names(folder)
     tracker = folder / TRACKER
     if not tracker.is_file():
         return _without_tracker(folder, steps)
@@ -96,7 +121,7 @@ def checkpoint_before(damaged: Path, damage: DamagedCheckpointError) -> ResumePo
         DamagedCheckpointError: the damage, if there is none.
     """
     remarks = [f"{damaged.name} cannot be used: {damage}"]
-    for name in reversed([step for step in _steps(damaged.parent) if step < damaged.name]):
+    for name in reversed([step for step in step_names(damaged.parent) if step < damaged.name]):
         try:
             check_complete(damaged.parent / name)
         except DamagedCheckpointError as error:
@@ -123,6 +148,8 @@ def refuse_other_phases(config: PretrainConfig, planned: Optional[Path], checkpo
 def check_complete(checkpoint: Path) -> None:
     """See that all files of a checkpoint are there in their sizes, and that counters and configuration are intact.
 
+    A folder with the name of a step must hold that step: retention and going back follow the names.
+
     Raises:
         DamagedCheckpointError: naming the file.
     """
@@ -130,14 +157,22 @@ def check_complete(checkpoint: Path) -> None:
     for name in (CONFIG_FILE, STATE_FILE):
         check_content(checkpoint, name, manifest)
     try:
-        read_trainer_state(checkpoint)
+        step = read_trainer_state(checkpoint).step
         written_config(checkpoint)
     except CheckpointError as error:
         raise DamagedCheckpointError(str(error)) from error
+    if STEP_NAME.fullmatch(checkpoint.name) and checkpoint.name != step_folder(step):
+        raise DamagedCheckpointError(f"{checkpoint} holds step {step}: give it its name back, {step_folder(step)}")
 
 
-def _steps(folder: Path) -> List[str]:
-    return sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
+def step_names(folder: Path) -> List[str]:
+    """Names of a run's checkpoints in the order of their steps; a copy under another name is not one of them.
+
+    Args:
+        folder: <run.dir>/checkpoints.
+    """
+    names = [path.name for path in folder.glob("step_*")] if folder.is_dir() else []
+    return sorted(name for name in names if STEP_NAME.fullmatch(name))
 
 
 def _without_tracker(folder: Path, steps: List[str]) -> ResumePoint:

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from megatron_fbt.errors import DamagedCheckpointError
+from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
 from megatron_fbt.training.metrics import read_metrics, replace_file
-from megatron_fbt.training.resume import check_complete
+from megatron_fbt.training.resume import check_complete, step_names
 from megatron_fbt.training.run_folder import TRACKER, TrainerState, read_trainer_state
 
 REWINDS = "rewinds.jsonl"
@@ -65,7 +65,8 @@ def last_good_checkpoint(folder: Path) -> Optional[Path]:
     Args:
         folder: <run.dir>/checkpoints.
     """
-    for checkpoint in sorted(folder.glob("step_*"), reverse=True):
+    for name in reversed(step_names(folder)):
+        checkpoint = folder / name
         try:
             check_complete(checkpoint)
             if read_trainer_state(checkpoint).bad_in_a_row == 0:
@@ -85,9 +86,9 @@ def go_back(run_dir: Path, checkpoint: Path, state: TrainerState, reason: str) -
         reason: for a person.
     """
     replace_file(checkpoint.parent / TRACKER, checkpoint.name + "\n")
-    for newer in checkpoint.parent.glob("step_*"):
-        if newer.name > checkpoint.name:
-            newer.rename(newer.with_name(f".{newer.name}.old.tmp"))  # goes with the next save
+    for newer in step_names(checkpoint.parent):
+        if newer > checkpoint.name:
+            (checkpoint.parent / newer).rename(checkpoint.parent / f".{newer}.old.tmp")  # goes with the next save
     at = recalled(read_trainer_state(checkpoint), run_dir)
     row = {
         "from_step": state.step,
@@ -108,9 +109,19 @@ def read_rewinds(run_dir: Path) -> List[Dict[str, Any]]:
 
 
 def recalled(state: TrainerState, run_dir: Path) -> TrainerState:
-    """A checkpoint's state with what was left out after it was written."""
+    """A checkpoint's state with what was left out after it was written.
+
+    Raises:
+        CheckpointError: a row lacks its samples.
+    """
     rows = read_rewinds(run_dir)
-    windows = [[row["first_sample"], row["last_sample"] + 1] for row in rows]
+    try:
+        windows = [[int(row["first_sample"]), int(row["last_sample"]) + 1] for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{run_dir / REWINDS}: a row has no whole first_sample and last_sample ({type(error).__name__}: {error}), "
+            "so it is not clear which data to leave out; put the row back as it was written, or remove it"
+        ) from error
     state.left_out = united([*state.left_out, *windows])
     state.rewinds = max(state.rewinds, len(rows))
     return state

@@ -102,7 +102,7 @@ def find_step_folder(checkpoint: Union[str, Path]) -> Path:
         CheckpointError: No checkpoint there; the message has the path.
     """
     folder = Path(checkpoint)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False for a name that is too long, too
         raise CheckpointError(f"checkpoint {folder}: no such folder. Name a step_... folder, or the run's folder.")
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
@@ -119,6 +119,8 @@ def find_step_folder(checkpoint: Union[str, Path]) -> Path:
             f"checkpoint {folder}: neither config.yaml nor a tracker file '{TRACKER}' in it. "
             "Name a step_... folder, or the run's folder."
         )
+    if (folder / "status.json").is_file() and not (folder / "manifest.json").exists():
+        raise CheckpointError(f"checkpoint {folder}: the run there has no checkpoint yet. Name another folder.")
     return folder
 
 
@@ -134,10 +136,13 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
         state = TrainerState(**content)
         for name, default in vars(TrainerState()).items():
             kinds = {int: (int,), list: (list,)}.get(type(default), (int, type(None)))
-            if not isinstance(getattr(state, name), kinds):
-                raise ValueError(f"{name} = {str(getattr(state, name))[:80]!r}")
+            value = getattr(state, name)
+            if not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
+                raise ValueError(f"{name} = {str(value)[:80]!r}")
+        if not all(isinstance(pair, list) and [type(end) for end in pair] == [int, int] for pair in state.left_out):
+            raise ValueError(f"left_out = {str(state.left_out)[:80]!r}")
         return state
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
 
 
@@ -210,7 +215,7 @@ def _written_sections(checkpoint: Path) -> Dict[str, Any]:
     path = checkpoint / CONFIG_FILE
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} cannot be read: {reason}; resume from an older checkpoint") from error
     names = [section.name for section in dataclasses.fields(PretrainConfig)]

@@ -1,5 +1,6 @@
 """From where a run goes on, and what is too unclear to go on from."""
 
+import json
 import os
 import shutil
 
@@ -179,3 +180,39 @@ def test_only_fields_of_the_data_can_be_allowed_to_change(config):
 
 def test_a_folder_without_anything_is_a_new_run(tmp_path):
     assert latest_complete(tmp_path / "nowhere").checkpoint is None
+
+
+def test_a_copy_beside_the_checkpoints_is_not_one_of_them(config, tmp_path):
+    older, newest = publish(tmp_path, 3), publish(tmp_path, 6)
+    shutil.copytree(older, tmp_path / "checkpoints" / "step_00000003.bak")
+    damage(newest, "tensors", "gone")
+    assert find(config) == older
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000003.bak")
+    with pytest.raises(CheckpointError, match="names 'step_00000003.bak', which is .*: step_00000003; or choose"):
+        find(config)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it(config, tmp_path):
+    older, newest = publish(tmp_path, 3), publish(tmp_path, 6)
+    newest.rename(newest.with_name("step_00000040"))
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000040")
+    point = find_resume_point(config)
+    assert point.checkpoint == older
+    assert "step_00000040 holds step 6: give it its name back, step_00000006" in point.remarks[0]
+
+
+def test_a_run_whose_checkpoints_are_lost_does_not_start_again(config, tmp_path):
+    shutil.rmtree(publish(tmp_path, 3).parent)
+    (tmp_path / "status.json").write_text(json.dumps({"last_checkpoint": None}))
+    assert find(config) is None
+    (tmp_path / "status.json").write_text(json.dumps({"last_checkpoint": "step_00000003"}))
+    with pytest.raises(CheckpointError, match="holds no checkpoint, but .*status.json says .* 'step_00000003'. Put"):
+        find(config)
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_checkpoints_that_are_no_folder_are_an_error_before_anything_starts(config, tmp_path, kind):
+    folder = tmp_path / "checkpoints"
+    folder.write_text("") if kind == "file" else folder.symlink_to(tmp_path / "not_mounted")
+    with pytest.raises(CheckpointError, match="checkpoints is not a folder, or a symbolic link to one that is not"):
+        find(config)

@@ -1,10 +1,12 @@
 """Which samples a run reads that has left some out, and from where it goes on."""
 
 import json
+import shutil
 
 import pytest
 
 from megatron_fbt.core.manifest import MANIFEST
+from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.rewind import (
     REWINDS,
     go_back,
@@ -67,3 +69,22 @@ def test_going_back_names_the_checkpoint_and_tells_every_later_start_what_to_lea
     ]
     state = recalled(read_trainer_state(checkpoints / "step_00000004"), tmp_path)
     assert (state.left_out, state.rewinds) == ([[16, 32]], 2)
+
+
+def test_going_back_leaves_copies_under_other_names_alone(tmp_path):
+    for step in (4, 6):
+        publish(tmp_path, step, consumed_samples=4 * step)
+    checkpoints = tmp_path / "checkpoints"
+    for name in ("step_00000006.bak", "step_best"):
+        shutil.copytree(checkpoints / "step_00000006", checkpoints / name)
+    (checkpoints / "step_00000006" / MANIFEST).unlink()
+    assert last_good_checkpoint(checkpoints).name == "step_00000004"
+    go_back(tmp_path, checkpoints / "step_00000004", TrainerState(step=7, consumed_samples=28), "why")
+    assert {path.name for path in checkpoints.glob("step_*")} == {"step_00000004", "step_00000006.bak", "step_best"}
+
+
+@pytest.mark.parametrize("row", [{"to_step": 3}, {"first_sample": None, "last_sample": 3}])
+def test_a_row_without_its_samples_is_an_error_with_the_file(tmp_path, row):
+    (tmp_path / REWINDS).write_text(json.dumps(row) + "\n")
+    with pytest.raises(CheckpointError, match="rewinds.jsonl: a row has no whole first_sample and last_sample"):
+        recalled(TrainerState(), tmp_path)

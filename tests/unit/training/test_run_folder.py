@@ -12,6 +12,7 @@ from megatron_fbt.errors import CheckpointError, ConfigError
 from megatron_fbt.training.run_folder import (
     TrainerState,
     changed_fields,
+    find_step_folder,
     initial_checkpoint,
     prepare_run_folder,
     read_trainer_state,
@@ -30,7 +31,10 @@ def write_checkpoint(folder, step, config=None):
     return checkpoint
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "unheard_of": 1}', '{"step"'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"step": 3, "unheard_of": 1}', '{"step"', '{"step": -3}', '{"left_out": [["a"]]}', "[" * 100_000],
+)
 def test_damaged_counters_are_named(tmp_path, content):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / "trainer_state.json").write_text(content)
@@ -149,7 +153,14 @@ def test_a_new_run_may_start_from_a_run_its_checkpoints_or_one_of_them(tmp_path,
 
 def test_a_start_from_nowhere_is_refused(tmp_path):
     config = PretrainConfig()
-    for folder in (tmp_path / "nowhere", tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path, tmp_path / ("x" * 5000)):
         config.checkpoint.init_from = str(folder)
         with pytest.raises(CheckpointError, match=f"checkpoint {folder}: "):
             initial_checkpoint(config)
+
+
+def test_a_run_that_has_no_checkpoint_yet_is_told_as_that(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_yaml(PretrainConfig()))
+    (tmp_path / "status.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="the run there has no checkpoint yet"):
+        find_step_folder(tmp_path)
