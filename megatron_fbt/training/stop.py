@@ -1,5 +1,6 @@
 """What asks a run to save and leave: a signal, the wall clock, a file."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Optional
@@ -30,9 +31,10 @@ class StopRequests:
             return self.signals.requested
         if self.limit is not None and time.monotonic() - self.signals.began >= self.limit:
             return "training.wall_clock_limit_s"
-        return str(self.file) if self.file.exists() else None
+        return str(self.file) if self.file.exists() and not self.file.is_dir() else None
 
     def obeyed(self) -> None:
-        """Remove the file, which would stop the resumed run as well."""
+        """Remove the file, which would stop the resumed run as well; the run has saved and leaves, whatever comes."""
         if self.is_main:
-            self.file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.file.unlink()

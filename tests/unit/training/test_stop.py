@@ -35,3 +35,12 @@ def test_a_signal_asks_on_any_rank(tmp_path):
         assert [StopRequests(signals, tmp_path, None, is_main).requested for is_main in (True, False)] == [
             "SIGUSR1"
         ] * 2
+
+
+def test_a_folder_of_that_name_asks_for_nothing_and_does_not_spoil_another_stop(tmp_path):
+    (tmp_path / "stop").mkdir()
+    with SignalWatcher() as signals:
+        requests = StopRequests(signals, tmp_path, None, True)
+        assert requests.requested is None
+        requests.obeyed()
+        assert (tmp_path / "stop").is_dir()
