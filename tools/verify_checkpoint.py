@@ -10,6 +10,7 @@ Exit codes: 0 intact, 2 options, 4 damaged or no checkpoint there.
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -53,4 +54,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may leave first
     sys.exit(main())

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -166,3 +168,14 @@ def test_a_file_or_a_damaged_one_among_several_is_told(tool, checkpoint, tmp_pat
     told = json.loads(shown)
     assert code == 4 and not told["intact"] and told["checkpoints"][str(checkpoint)] == []
     assert "manifest.json cannot be read" in told["checkpoints"][str(checkpoint.parent / "step_00000002")][0]
+
+
+@pytest.mark.parametrize("name", ["inspect_checkpoint", "verify_checkpoint"])
+def test_a_reader_that_leaves_first_gets_no_traceback(repository, checkpoint, name):
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, str(repository / "tools" / f"{name}.py"), "--checkpoint", str(checkpoint)]
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    ended = subprocess.run(command, env=environment, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert ended.stderr == ""
