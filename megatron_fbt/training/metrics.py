@@ -66,7 +66,7 @@ def read_metrics(path: Union[str, Path]) -> List[Dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -109,7 +109,7 @@ class MetricsLog:
         if not self._path.exists():
             return 0
         rows = read_metrics(self._path)
-        kept = [row for row in rows if row.get("step", step + 1) <= step]
+        kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
         replace_file(self._path, "".join(json.dumps(json_ready(row)) + "\n" for row in kept))
         return len(rows) - len(kept)
 

@@ -90,3 +90,11 @@ def test_a_failed_replacement_leaves_the_old_file_and_no_temporary(tmp_path, mon
     with pytest.raises(OSError, match="No space"):
         replace_file(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("odd", ['{"step": "3"}', '{"step": null}', '{"loss": 1.0}', "[" * 100_000, "1" * 5000])
+def test_a_line_that_is_no_row_of_a_step_goes_when_the_log_is_cut(tmp_path, odd):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{odd}\n{{"step": 2}}\n{{"step": 3}}\n')
+    MetricsLog(path).cut_after(2)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
