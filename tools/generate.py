@@ -13,7 +13,7 @@ EXAMPLE = """examples:
 
 Continuations go to stdout in the order of the prompts, each batch when it is done; speed and warnings to stderr. With a
 seed, the text of a prompt does not depend on the prompts beside it.
-exit codes: 0 done, 2 arguments or prompts, 3 tokenizer, 4 model folder
+exit codes: 0 done, 2 arguments or prompts, 3 tokenizer, 4 model folder, 5 logits that are not finite
 """
 
 

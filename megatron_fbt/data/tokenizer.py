@@ -132,6 +132,8 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except Exception as error:
             raise DataError(f"tokenizer {path}: not a SentencePiece model ({error})") from error
+        if not content or not self._model.get_piece_size():
+            raise DataError(f"tokenizer {path}: it is empty, not a SentencePiece model; give another file")
         self.path = path
         self.vocab_size = self._model.get_piece_size()
         digest = hashlib.sha256(content).hexdigest()

@@ -1,12 +1,13 @@
 """Continuations of prompts up to stop strings: batched, with sampling that does not depend on the batch."""
 
 from dataclasses import dataclass, field
-from typing import Any, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from megatron_fbt.inference.sampling import FiniteLogits
 from megatron_fbt.inference.text import decode_continuation
 
 
@@ -108,6 +109,9 @@ def continue_prompts(
         keys: Seed of each row's sampling.
         decoding: Until when, and how.
         regime, fused_passes: As in the model's generate.
+
+    Raises:
+        BadNumbersError: A logit is not finite.
     """
     width = max(len(prompt) for prompt in prompts)
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -117,11 +121,12 @@ def continue_prompts(
         keep[place, width - len(prompt) :] = 1
     end = model.generation_config.eos_token_id
     ends = set(end if isinstance(end, list) else [] if end is None else [end])
-    options = {}
+    options: Dict[str, Any] = {}
     if decoding.until:
         options["stopping_criteria"] = StoppingCriteriaList([StopStrings(tokenizer, decoding.until, width)])
+    processors = LogitsProcessorList([FiniteLogits()])
     if decoding.temperature > 0:
-        options["logits_processor"] = LogitsProcessorList([KeyedSampling(keys, decoding)])
+        processors.append(KeyedSampling(keys, decoding))
     output = model.generate(
         ids.to(model.device),
         attention_mask=keep.to(model.device),
@@ -130,6 +135,7 @@ def continue_prompts(
         max_new_tokens=decoding.max_new_tokens,
         pad_token_id=min(ends, default=0),
         temperature=0,
+        logits_processor=processors,
         **options,
     )
     return [_finish(tokenizer, prompt, row[width:].tolist(), decoding, ends) for prompt, row in zip(prompts, output)]

@@ -142,6 +142,14 @@ class FBTConfig(PretrainedConfig):
         for name, allowed in (("input_norm", INPUT_NORMS), ("fusion", FUSIONS), ("regime", REGIMES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(allowed)}")
+        for name in ("rms_norm_eps", "rope_theta", "input_scale", "residual_multiplier"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r}: must be a finite number above 0")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a whole number, at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "

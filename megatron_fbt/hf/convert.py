@@ -11,7 +11,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.tensor_reader import TensorReader
 from megatron_fbt.data.stored_tokenizer import checkpoint_tokenizer
 from megatron_fbt.hf.export import ExportOptions, export_model
-from megatron_fbt.hf.folder import check_output
+from megatron_fbt.hf.folder import check_output, output_place
 from megatron_fbt.hf.stock import has_stock_class
 from megatron_fbt.hf.weights import VOCABULARY_TABLES, parse_dtype
 from megatron_fbt.training.run_folder import (
@@ -64,7 +64,7 @@ def convert_checkpoint(
     """
     conversion = conversion or Conversion()
     step = find_step_folder(checkpoint)
-    check_output(Path(output).absolute(), conversion.force)
+    check_output(output_place(output), conversion.force)
     config = written_config(step)
     tokenizer = checkpoint_tokenizer(step, config, conversion.tokenizer_path)
     state = read_trainer_state(step) if (step / STATE_FILE).is_file() else None

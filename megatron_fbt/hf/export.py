@@ -16,7 +16,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.tensor_reader import HeldTensors, TensorReader
 from megatron_fbt.errors import CheckpointError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
-from megatron_fbt.hf.folder import REPORT_FILE, check_output, move_into_place, partial_folder
+from megatron_fbt.hf.folder import REPORT_FILE, check_output, move_into_place, output_place, partial_folder
 from megatron_fbt.hf.model_card import model_card
 from megatron_fbt.hf.stock import stock_config, stock_notes, stock_tensors
 from megatron_fbt.hf.stream import plan_shards, total_parameters, write_weights
@@ -152,7 +152,7 @@ def export_model(
         ConfigError: `output` is in use, or the format cannot have the model.
         CheckpointError: The weights do not fit the configuration or the tokenizer, or cannot be read or written.
     """
-    output = Path(output).absolute()
+    output = output_place(output)
     check_output(output, options.force)
     source = HeldTensors(dict(weights)) if isinstance(weights, Mapping) else weights
     vocab_size = source.shapes.get(EMBEDDING, (0,))[0]

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
-from typing import Iterator, List
+from typing import Iterator, List, Union
 
 from megatron_fbt.data.huggingface_files import TOKENIZER_FILES
 from megatron_fbt.errors import ConfigError
@@ -18,6 +18,19 @@ from megatron_fbt.hf.configuration_fbt import FBTConfig
 
 REPORT_FILE = "fbt_export.json"
 """Says that a folder is an export, and what was exported."""
+
+
+def output_place(output: Union[str, Path]) -> Path:
+    """The absolute path of an output folder; of a symbolic link, the folder that it names.
+
+    Raises:
+        ConfigError: A link that leads round in circles.
+    """
+    place = Path(output).absolute()
+    try:
+        return place.resolve(strict=False) if place.is_symlink() else place
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"output {place}: is a symbolic link to itself. Choose another folder.") from error
 
 
 def check_output(output: Path, force: bool) -> None:
@@ -28,7 +41,7 @@ def check_output(output: Path, force: bool) -> None:
     Raises:
         ConfigError: The folder may not be written.
     """
-    _sweep(output)
+    sweep(output)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not force:
@@ -83,7 +96,7 @@ def _owner() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _sweep(output: Path) -> None:
+def sweep(output: Path) -> None:
     """Remove the folders of processes of this host that have ended; an export that one had set aside comes back."""
     for kind in ("old", "partial"):
         prefix = f".{output.name}.{kind}-{socket.gethostname()}-"

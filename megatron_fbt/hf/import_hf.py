@@ -18,7 +18,7 @@ from megatron_fbt.core.manifest import write_manifest
 from megatron_fbt.core.optimizer_state import MASTER
 from megatron_fbt.data.tokenizer import HuggingFaceTokenizer
 from megatron_fbt.errors import CheckpointError, ConfigError, DataError
-from megatron_fbt.hf.folder import move_into_place, partial_folder, tokenizer_files
+from megatron_fbt.hf.folder import move_into_place, output_place, partial_folder, sweep, tokenizer_files
 from megatron_fbt.hf.source_config import Source, read_source
 from megatron_fbt.hf.source_weights import CanonicalSource, SafetensorsFolder, root_mean_square
 from megatron_fbt.hf.stream import ByteProgress
@@ -59,7 +59,7 @@ def import_model(
         CheckpointError: The model cannot be read, or has features that this project has not.
         DataError: Its tokenizer cannot be read.
     """
-    folder, output = Path(model).absolute(), Path(output).absolute()
+    folder, output = Path(model).absolute(), output_place(output)
     check_output(output, force)
     source = read_source(folder, fusion, sequence_length)
     config = source.config
@@ -90,9 +90,12 @@ def import_model(
 def check_output(output: Path, force: bool) -> None:
     """Refuse an output that is in use; with `force`, only an earlier import may be replaced.
 
+    What interrupted imports to the same place have left behind goes first, or comes back.
+
     Raises:
         ConfigError: The folder may not be written.
     """
+    sweep(output)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not force:

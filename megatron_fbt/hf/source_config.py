@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.errors import CheckpointError
+from megatron_fbt.errors import CheckpointError, ConfigError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
 
 STOCK_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -46,6 +46,7 @@ def read_source(folder: Path, fusion: Optional[str] = None, sequence_length: Opt
         sequence_length: data.sequence_length; None = max_position_embeddings, of a stock model 4096 at most.
 
     Raises:
+        ConfigError: sequence_length is below 1.
         CheckpointError: The file cannot be read, or the model has features that this project has not; the message
             names every one with its value.
     """
@@ -66,7 +67,10 @@ def read_source(folder: Path, fusion: Optional[str] = None, sequence_length: Opt
         config = _stock_config(hf)
         config.feedback.fusion = fusion or "gate"
         config.data.sequence_length = min(config.data.sequence_length, LONGEST_ROW)
-    config.data.sequence_length = sequence_length or config.data.sequence_length
+    if sequence_length is not None:
+        if sequence_length < 1:
+            raise ConfigError(f"sequence_length = {sequence_length}: must be at least 1")
+        config.data.sequence_length = sequence_length
     problems = config.model.problems() + config.feedback.problems() + config.data.problems()
     if problems:
         raise CheckpointError(f"{folder}/config.json describes no usable model: {'; '.join(problems)}")

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.inference.prompts import Prompt
-from megatron_fbt.inference.sampling import SeededSampling, row_seed
+from megatron_fbt.inference.sampling import FiniteLogits, SeededSampling, row_seed
 from megatron_fbt.inference.text import GenerationOptions, decode_continuation
 
 
@@ -86,6 +86,7 @@ def continue_prompts(
 
     Raises:
         ConfigError: An option without a meaning.
+        BadNumbersError: A logit is not finite.
     """
     options.validate()
     if batch_size < 1 or (stream is not None and batch_size > 1):
@@ -126,7 +127,7 @@ def _generate(
     width = max(len(prompt.ids) for prompt in batch)
     ids = torch.tensor([[0] * (width - len(prompt.ids)) + prompt.ids for prompt in batch])
     mask = torch.tensor([[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in batch])
-    processors = LogitsProcessorList()
+    processors = LogitsProcessorList([FiniteLogits()])
     if options.temperature > 0:
         processors.append(SeededSampling(options.temperature, options.top_k, options.top_p, seeds, width))
     output = model.generate(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, TextIO, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, TextIO, Tuple, Union
 
 from megatron_fbt.data.chat import ASSISTANT, ChatEncoder
 from megatron_fbt.data.inputs import JSONL_SUFFIXES, BadRecord, InputFile, check_text, parse_object, read_lines
@@ -53,7 +53,7 @@ class PromptSource:
         """
         try:
             found = self._read(stdin)
-        except (OSError, UnicodeDecodeError, DataError) as error:
+        except (OSError, DataError) as error:
             what = "prompt" if self.list_file is None else "prompts"
             raise ConfigError(f"the {what} cannot be read: {error}") from error
         if not found:
@@ -72,13 +72,15 @@ class PromptSource:
         if self.texts is not None:
             return [(f"--prompt number {number}", text) for number, text in enumerate(self.texts, 1)]
         if self.file is not None:
-            return [(f"--prompt_file {self.file}", Path(self.file).read_text(encoding="utf-8"))]
+            origin = f"--prompt_file {self.file}"
+            return [(origin, _decoded(lambda: Path(self.file).read_text(encoding="utf-8"), origin))]
         if self.list_file is None:
-            return [("standard input", stdin.read())]
+            return [("standard input", _decoded(stdin.read, "standard input"))]
         path, found = Path(self.list_file), []
         for number, (line, _) in enumerate(read_lines(InputFile(str(path), path.stat().st_size)), 1):
             origin = f"--prompts {path}, line {number}"
-            found.append((origin, self._of_line(line, origin) if path.name.endswith(JSONL_SUFFIXES) else _text(line)))
+            is_json = path.name.endswith(JSONL_SUFFIXES)
+            found.append((origin, self._of_line(line, origin) if is_json else _text(line, origin)))
         return found
 
     def _of_line(self, line: bytes, origin: str) -> Any:
@@ -107,8 +109,16 @@ class PromptSource:
         return [{"role": "user", "content": content}] if self.chat else content
 
 
-def _text(line: bytes) -> str:
-    return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+def _text(line: bytes, origin: str) -> str:
+    return _decoded(lambda: line.decode("utf-8"), origin).removesuffix("\n").removesuffix("\r")
+
+
+def _decoded(read: Callable[[], str], origin: str) -> str:
+    """What `read` gives; bytes that are no text are told with their place."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin}: not UTF-8: {error.reason} at byte {error.start + 1}; save it as UTF-8") from error
 
 
 def encode_prompts(contents: List[Content], tokenizer: Any, folder: str, source: PromptSource) -> List[Prompt]:

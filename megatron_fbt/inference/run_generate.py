@@ -66,6 +66,7 @@ def run(request: GenerationRequest, out: Optional[TextIO] = None, messages: Opti
     Raises:
         ConfigError: An option or a prompt without a meaning.
         CheckpointError: The folder holds no exported model, or a damaged one.
+        BadNumbersError: A logit is not finite.
     """
     out, messages = out or sys.stdout, messages or sys.stderr
     request.validate()

@@ -6,6 +6,7 @@ from typing import Sequence
 import torch
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from megatron_fbt.errors import BadNumbersError
 from megatron_fbt.feedback.counter import TOKEN, counter_hash, uniform
 
 
@@ -73,3 +74,17 @@ class SeededSampling(LogitsProcessor):
         number = input_ids.shape[1] - self.prompt_length
         drawn = choose_tokens(scores.float(), *self.settings, self.seeds, number)
         return torch.full_like(scores, float("-inf")).scatter(1, drawn[:, None], 0.0)
+
+
+class FiniteLogits(LogitsProcessor):
+    """Passes logits on, and ends generation where there is no next token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores [b, v] as they are.
+
+        Raises:
+            BadNumbersError: One of them is not finite.
+        """
+        if not scores.isfinite().all():
+            raise BadNumbersError("the model's logits are not finite: there is no next token")
+        return scores

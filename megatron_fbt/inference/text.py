@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 import transformers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_fbt.errors import CheckpointError, ConfigError
 from megatron_fbt.hf.configuration_fbt import FBTConfig
@@ -88,7 +88,14 @@ def load_tokenizer(folder: Union[str, Path]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever comes up for damaged files
-        raise CheckpointError(f"model {folder}: cannot be loaded ({type(error).__name__}: {error})") from error
+        raise _not_loaded(folder, error) from error
+
+
+def _not_loaded(folder: Union[str, Path], error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())
+    return CheckpointError(
+        f"model {folder}: cannot be loaded ({type(error).__name__}: {reason}). Copy or export it again."
+    )
 
 
 def check_device(device: Optional[str]) -> str:
@@ -99,28 +106,69 @@ def check_device(device: Optional[str]) -> str:
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {device}: not available here ({str(error).splitlines()[0]})") from error
+        torch.zeros(1, device=device).item()  # a device such as meta holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {device}: not available here ({reason}); give another, such as cpu") from error
     return device
 
 
 def load_network(folder: Union[str, Path], device: Optional[str] = None) -> Any:
     """Load an exported model without its tokenizer, in evaluation mode; see load_model.
 
-    The network is this package's own: nothing that lies in the folder is executed.
+    The network is this package's own: nothing that lies in the folder is executed. Of the folder's generation settings
+    it keeps the tokens that end a text; the others are for the caller to give.
     """
     check_model_folder(folder)
     device = check_device(device)
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     number_format = {"dtype" if version >= (4, 56) else "torch_dtype": "auto"}
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, **number_format}
+    options.update(output_loading_info=True, ignore_mismatched_sizes=True)  # all that is wrong is told below
     try:
         config = FBTConfig.from_pretrained(str(folder), local_files_only=True)
-        model = FBTForCausalLM.from_pretrained(str(folder), config=config, **options)
+        model, found = FBTForCausalLM.from_pretrained(str(folder), config=config, **options)
     except Exception as error:  # transformers and safetensors raise whatever comes up for damaged files
-        raise CheckpointError(f"model {folder}: cannot be loaded ({type(error).__name__}: {error})") from error
+        raise _not_loaded(folder, error) from error
+    _check_weights(folder, found)
+    _keep_ends(folder, model)
     return model.to(device).eval()
+
+
+def _check_weights(folder: Union[str, Path], found: Dict[str, Any]) -> None:
+    """Refuse weights that are not those of config.json: transformers would put random ones in their places.
+
+    Args:
+        folder: Of the model.
+        found: Loading info of transformers.
+
+    Raises:
+        CheckpointError: Naming the first weights that are missing, unknown or of another shape.
+    """
+    said = []
+    for kind, words in (("missing", "missing"), ("unexpected", "not expected"), ("mismatched", "of another shape")):
+        names = sorted(entry if isinstance(entry, str) else entry[0] for entry in found[f"{kind}_keys"])
+        if names:
+            said.append(f"{words} {', '.join(names[:3])} ({len(names)} in all)")
+    if said:
+        raise CheckpointError(
+            f"model {folder}: its weights are not those of its config.json: {'; '.join(said)}. Copy or export it again."
+        )
+
+
+def _keep_ends(folder: Union[str, Path], model: Any) -> None:
+    """Drop all generation settings but the tokens that end a text.
+
+    Raises:
+        CheckpointError: These are no token ids.
+    """
+    ends = model.generation_config.eos_token_id
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(
+            f"model {folder}: eos_token_id={ends!r}: must be a token id or a list of them. Correct it."
+        )
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=min(ids, default=None))
 
 
 def decode_continuation(tokenizer: Any, prompt: list, new: list) -> str:

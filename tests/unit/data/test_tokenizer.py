@@ -153,3 +153,9 @@ def test_missing_and_broken_files_are_named(tmp_path, kind):
         broken.write_bytes(b"not a model")
     with pytest.raises(DataError, match="broken"):
         build_tokenizer(TokenizerConfig(type=kind, path=str(broken)))
+
+
+def test_an_empty_file_is_no_tokenizer(tmp_path):
+    (tmp_path / "t.model").write_bytes(b"")
+    with pytest.raises(DataError, match="t.model: it is empty, not a SentencePiece model"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path / "t.model")))

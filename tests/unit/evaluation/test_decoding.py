@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from megatron_fbt.errors import BadNumbersError
 from megatron_fbt.evaluation.decoding import Decoding, KeyedSampling, continue_prompts, tokens_until
 from tests.unit.evaluation.models import CharacterTokenizer, ids_of, text_config, text_of, text_reference, text_weights
 from tests.unit.hf.exports import make_model
@@ -107,3 +108,11 @@ def test_sampling_has_the_right_frequencies():
 def test_tokens_until_a_place_of_the_text(tokenizer):
     ids = ids_of("hello world").tolist()
     assert [tokens_until(tokenizer, ids_of("x").tolist(), ids, end) for end in (0, 1, 5, 11)] == [0, 1, 5, 11]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(tokenizer, temperature):
+    broken = make_model(text_weights(text_config()), text_config())
+    broken.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(BadNumbersError, match="not finite"):
+        run(broken, tokenizer, PROMPTS, Decoding(max_new_tokens=3, temperature=temperature))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 
 import pytest
 import torch
@@ -103,8 +104,9 @@ def test_long_contexts_are_cut_to_rows_that_can_be_trained(tmp_path):
     for given, expected in ((None, 4096), (8192, 8192)):
         import_model(source, tmp_path / f"made {given}", sequence_length=given)
         assert load_yaml(str(tmp_path / f"made {given}" / "config.yaml")).data.sequence_length == expected
-    with pytest.raises(CheckpointError, match="sequence_length = -3"):
-        import_model(source, tmp_path / "no", sequence_length=-3)
+    for wrong in (-3, 0):
+        with pytest.raises(ConfigError, match=f"sequence_length = {wrong}: must be at least 1"):
+            import_model(source, tmp_path / "no", sequence_length=wrong)
 
 
 EVERY_FIELD = {
@@ -390,3 +392,12 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, stock, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         import_model(stock, tmp_path / "made")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_killed_imports_have_left_goes(tmp_path):
+    source = write_source(tmp_path / "source", make_source("llama"))
+    left = tmp_path / f".made.partial-{socket.gethostname()}-999999999"
+    running = tmp_path / f".made.partial-{socket.gethostname()}-{os.getppid()}"
+    left.mkdir(), running.mkdir()
+    import_model(source, tmp_path / "made")
+    assert not left.exists() and running.exists() and find_damage(tmp_path / "made") == []

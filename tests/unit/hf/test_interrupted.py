@@ -96,3 +96,16 @@ def test_what_a_running_export_writes_is_left_alone(tmp_path):
         folder.mkdir()
     export(tmp_path / "model", random_weights(tiny_config()), tiny_config())
     assert other.exists() and elsewhere.exists() and another_model.exists()
+
+
+def test_a_link_stays_and_its_folder_is_replaced(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "model"
+    link.symlink_to(tmp_path / "disk" / "model")
+    for seed in (1, 2):
+        export(link, random_weights(tiny_config(), seed=seed), tiny_config(), force=True)
+        assert link.is_symlink() and exported_seed(tmp_path / "disk" / "model") == seed
+    assert [path.name for path in tmp_path.glob("**/.*")] == []
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(hf_folder.ConfigError, match="loop: is a symbolic link to itself"):
+        export(tmp_path / "loop", random_weights(tiny_config()), tiny_config())

@@ -36,7 +36,7 @@ def test_every_source(tmp_path):
     [
         ("p.txt", "", "the file is empty"),
         ("p.txt", "a\n\nb\n", "line 2: the prompt is empty"),
-        ("p.txt", b"a\n\xff\n", "cannot be read"),
+        ("p.txt", b"a\n\xff\n", "p.txt, line 2: not UTF-8: invalid start byte at byte 1; save it"),
         ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}\n', "line 2: the object has no key 'prompt'; its keys are 'text'"),
         ("p.jsonl", "a\n", "line 1: not one JSON object"),
         ("p.jsonl", '{"prompt": 3}\n', "line 1: the prompt is a int"),
