@@ -2,8 +2,15 @@
 
 import importlib
 import importlib.util
+import logging
+import os
 import sys
+from importlib import metadata
+from types import ModuleType
 from typing import Optional
+
+DEEPSPEED_VERSION = (0, 19, 8)
+"""The first release that leaves the end of a step to the caller in every stage of ZeRO."""
 
 
 def transformer_engine_problem() -> Optional[str]:
@@ -26,3 +33,28 @@ def hide_broken_transformer_engine() -> None:
     """
     if transformer_engine_problem() not in (None, "not installed"):
         sys.modules["transformer_engine"] = None
+
+
+def deepspeed_problem() -> Optional[str]:
+    """Why DeepSpeed cannot be used here, or None if it can; nothing is imported."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed"
+    version = metadata.version("deepspeed")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    if numbers < DEEPSPEED_VERSION:
+        return f"DeepSpeed {version} is older than {'.'.join(map(str, DEEPSPEED_VERSION))}"
+    return None
+
+
+def import_deepspeed() -> ModuleType:
+    """DeepSpeed without its chatter, and on a CPU without compiling operators that training does not need."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    if not on_gpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -3,6 +3,7 @@
 import itertools
 from typing import List, Mapping, Optional, Sequence
 
+from megatron_fbt.config.deepspeed import ZERO_STAGES, deepspeed_settings, sharding_problems
 from megatron_fbt.config.pipeline_split import split_problems
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import raise_problems
@@ -26,10 +27,13 @@ def validate_config(
     """
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
     problems = layout_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
+    problems += sharding_problems(config)
     world_size = world_size or config.parallel.world_size
     if world_size is not None:
         problems += _world_problems(config, world_size, phase_start_steps)
     raise_problems(problems)
+    if world_size is not None and config.optimizer.sharding in ZERO_STAGES:
+        deepspeed_settings(config, world_size // config.parallel.model_parallel_size)
 
 
 def validate_for_training(config: PretrainConfig) -> None:

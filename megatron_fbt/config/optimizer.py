@@ -1,7 +1,7 @@
-"""AdamW or Muon, and the learning-rate schedule."""
+"""AdamW or Muon, how their states are sharded, and the learning-rate schedule."""
 
 from dataclasses import dataclass
-from typing import List, Literal
+from typing import List, Literal, Optional
 
 from megatron_fbt.config.rules import Rules, Section
 
@@ -13,8 +13,14 @@ class OptimizerConfig(Section):
     type: Literal["adamw", "muon"] = "adamw"
     """muon: torch.optim.Muon steps the matrices of attention, MLP and fusion (query, key, value, gate and up each as
     one matrix); AdamW steps embedding, output head and norms. Needs whole matrices on every process."""
-    sharding: Literal["none", "megatron"] = "none"
-    """megatron: optimizer states are split over data-parallel ranks by Megatron-Core's distributed optimizer."""
+    sharding: Literal["none", "megatron", "zero1", "zero2", "zero3"] = "none"
+    """What is split over data-parallel ranks. megatron: optimizer states, by Megatron-Core's distributed optimizer.
+    zero1: the same, by DeepSpeed. zero2: gradients as well, zero3: parameters as well; both without pipeline stages."""
+    offload: bool = False
+    """With zero1, zero2 or zero3: keep optimizer states and master weights in the memory of the CPU."""
+    deepspeed_config: Optional[str] = None
+    """With zero1, zero2 or zero3: JSON file with more of DeepSpeed's settings, such as the sizes of its buckets. What
+    contradicts a field of ours is refused."""
     lr: float = 3e-4
     """Peak learning rate; with muon, of what AdamW steps."""
     min_lr: float = 0.0
@@ -56,7 +62,12 @@ class OptimizerConfig(Section):
         if rules.usable("lr", "min_lr"):
             why = f"above optimizer.lr = {self.lr!r}"
             rules.require(self.min_lr <= self.lr, "min_lr", why, "give at most the peak learning rate")
-        if self.type == "muon" and self.sharding == "megatron":
+        if self.type == "muon" and self.sharding != "none":
             why = "optimizer.type = 'muon' would orthogonalise the part of a matrix that a process holds instead of it"
             rules.add("sharding", why, "set it to none, or optimizer.type to adamw")
+        if not self.sharding.startswith("zero"):
+            why = f"optimizer.sharding = {self.sharding!r} is not DeepSpeed's"
+            rules.require(not self.offload, "offload", why, "set it to false, or optimizer.sharding to zero1")
+            unused = self.deepspeed_config is None
+            rules.require(unused, "deepspeed_config", why, "set it to null, or optimizer.sharding to zero1")
         return rules.problems

@@ -1,9 +1,10 @@
-"""Which layer backend runs."""
+"""Which layer backend runs, and whether the libraries are there that a configuration asks for."""
 
+from megatron_fbt.config.deepspeed import ZERO_STAGES
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.errors import ConfigError
-from megatron_fbt.optional import transformer_engine_problem
+from megatron_fbt.optional import deepspeed_problem, transformer_engine_problem
 
 
 def resolve_backend(transformer_impl: str) -> str:
@@ -26,11 +27,19 @@ def resolve_backend(transformer_impl: str) -> str:
 
 
 def check_backend(config: PretrainConfig) -> None:
-    """Refuse what the layer backend of this machine cannot do.
+    """Refuse what the libraries of this machine cannot do.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and cannot be used, or cannot mask the documents as configured.
+        ConfigError: Transformer Engine or DeepSpeed is asked for and cannot be used, or the former cannot mask the
+            documents as configured.
     """
+    sharding = config.optimizer.sharding
+    problem = deepspeed_problem() if sharding in ZERO_STAGES else None
+    if problem is not None:
+        raise ConfigError(
+            f"optimizer.sharding = {sharding!r}: {problem}; install it with pip install 'megatron-fbt[zero]', or set "
+            "optimizer.sharding to megatron"
+        )
     backend, data = resolve_backend(config.model.transformer_impl), config.data
     if backend == "torch" or not data.reset_attention_mask:
         return

@@ -243,6 +243,7 @@ def run_passes(
     forward_only: bool = False,
     on_last_backward: Optional[Callable[[], None]] = None,
     diagnostics: Optional[PassDiagnostics] = None,
+    through: Callable[[torch.nn.Module], torch.nn.Module] = lambda chunk: chunk,
 ) -> PassTotals:
     """Forward and, unless forward_only, backward of K passes over the micro-batches of this rank.
 
@@ -257,6 +258,7 @@ def run_passes(
         forward_only: no backward.
         on_last_backward: called when the last backward begins, after which every gradient arrives once.
         diagnostics: where states and gates are counted; None = not at all.
+        through: wraps what the schedule calls, see Optimizer.through.
 
     Returns:
         Sums on the last stage's ranks; zeros elsewhere.
@@ -278,14 +280,15 @@ def run_passes(
     if stage.layout.pipeline_size == 1:
         chunk = UnrolledPasses(views)
         chunk.last_backward = last_backward
-        schedules.forward_backward_no_pipelining(data_iterator=iter(micro_batches), model=chunk, **common)
+        schedules.forward_backward_no_pipelining(data_iterator=iter(micro_batches), model=through(chunk), **common)
         return totals
     views[0].last_backward = last_backward
     if passes == 1:
         schedules.forward_backward_pipelining_without_interleaving(
-            data_iterator=iter(micro_batches), model=views[0], **common
+            data_iterator=iter(micro_batches), model=through(views[0]), **common
         )
     else:
         iterators = [iter(micro_batches) for _ in views]
-        schedules.forward_backward_pipelining_with_interleaving(data_iterator=iterators, model=views, **common)
+        chunks = [through(view) for view in views]
+        schedules.forward_backward_pipelining_with_interleaving(data_iterator=iterators, model=chunks, **common)
     return totals

@@ -22,7 +22,7 @@ from megatron_fbt.config.checkpoint import CheckpointConfig
 from megatron_fbt.core.checkpoint_io import check_files, read_pieces, read_tensors
 from megatron_fbt.core.checkpoint_write import PlannedSave, Written, plan_save
 from megatron_fbt.core.grad_sync import FUSION_GROUP
-from megatron_fbt.core.optimizer_state import MASTER, is_sharded, make_state, owned_state, set_group_steps
+from megatron_fbt.core.optimizer_state import MASTER
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.pieces import Piece, pieces_to_write, range_pieces, weight_pieces
 from megatron_fbt.core.stage import FBTStage
@@ -120,9 +120,10 @@ class Checkpointer:
             CheckpointError: it cannot be written.
             BadNumbersError: a weight is not finite; nothing was written.
         """
-        on_all_ranks(lambda: _refuse_bad_weights(stage, state.step), self.group)
-        described = _describe(stage, self.layout)
-        pieces = [*_flat(weight_pieces(described)), *_flat(_state_pieces(described, stage, optimizer))]
+        on_all_ranks(lambda: _refuse_bad_weights(stage, optimizer, state.step), self.group)
+        described = _describe(stage, optimizer, self.layout)
+        weights = _weight_pieces(described, stage, optimizer)
+        pieces = [*_flat(weights), *_flat(_state_pieces(described, stage, optimizer))]
         own = pieces_to_write(pieces, self.layout.data_rank, self.layout.data_size)
         if background:
             own = self._staging.copy(own)
@@ -195,7 +196,7 @@ class Checkpointer:
         self._read_into(checkpoint, stage, optimizer, state, [])
         groups = optimizer.param_groups
         counts = [state.fusion_updates if group.get(FUSION_GROUP) else state.updates for group in groups]
-        set_group_steps(optimizer.megatron, counts)
+        optimizer.set_group_steps(counts)
         return state
 
     def load_weights(self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer) -> None:
@@ -225,10 +226,11 @@ class Checkpointer:
 
         def read() -> None:
             index = check_files(checkpoint, verify=False)
-            described = _describe(stage, self.layout)
+            optimizer.before_loading()
+            described = _describe(stage, optimizer, self.layout)
             wanted = _state_pieces(described, stage, optimizer, state)
-            for name, pieces in weight_pieces(described).items():
-                own_master = pieces[0].tensor.dtype == torch.float32
+            for name, pieces in _weight_pieces(described, stage, optimizer).items():
+                own_master = all(piece.tensor.dtype == torch.float32 for piece in pieces)
                 wanted[f"weight {name}"] = _from(pieces, [f"optimizer.{MASTER}."] if own_master else better, index)
             pieces = [_without_master(piece, index) for piece in _flat(wanted)]
             read_pieces(pieces, checkpoint, index, verify)
@@ -257,10 +259,24 @@ class Staging:
         return copied
 
 
-def _describe(stage: FBTStage, layout: Layout) -> Dict[str, Any]:
+def _describe(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> Dict[str, Any]:
     """Megatron-Core's description of the weights."""
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
-    return stage.sharded_state_dict(metadata=metadata)
+    with optimizer.whole_shapes():
+        return stage.sharded_state_dict(metadata=metadata)
+
+
+def _weight_pieces(described: Dict[str, Any], stage: FBTStage, optimizer: Optimizer) -> Dict[str, List[Piece]]:
+    """Pieces of the weights; where data-parallel ranks share them out, this rank's."""
+    params = dict(stage.named_parameters())
+    owned = {name: optimizer.owned_weight(param) for name, param in params.items()}
+    whole = {name: entry for name, entry in described.items() if owned.get(name) is None}
+    ranges = {
+        name: range_pieces(described[name], "", part.begin, part.values[""], True)
+        for name, part in owned.items()
+        if part is not None
+    }
+    return {**weight_pieces(whole), **ranges}
 
 
 def _flat(pieces: Dict[str, List[Piece]]) -> List[Piece]:
@@ -278,16 +294,18 @@ def _state_pieces(
         optimizer: its optimizer.
         state: give parameters the states that they have after its updates, to be filled; None = states as they are.
     """
-    sharded, found = is_sharded(optimizer.megatron), {}
+    found = {}
     for name, param in stage.named_parameters():
         if state is None:
-            owned = owned_state(optimizer.megatron, param)
+            owned = optimizer.owned_state(param)
         else:
             updates = state.fusion_updates if name.startswith("fusion.") else state.updates
-            owned = make_state(optimizer.megatron, param, updates)
+            owned = optimizer.make_state(param, updates)
         for kind, values in owned.values.items():
             prefix = f"optimizer.{kind}."
-            found[prefix + name] = range_pieces(described[name], prefix, owned.begin, values, sharded)
+            found[prefix + name] = range_pieces(
+                described[name], prefix, owned.begin, values, optimizer.is_sharded
+            )
     return found
 
 
@@ -306,9 +324,12 @@ def _without_master(piece: Piece, index: Metadata) -> Piece:
 
 
 @torch.no_grad()
-def _refuse_bad_weights(stage: FBTStage, step: int) -> None:
+def _refuse_bad_weights(stage: FBTStage, optimizer: Optimizer, step: int) -> None:
     for name, param in stage.named_parameters():
-        if not all(torch.isfinite(extreme) for extreme in torch.aminmax(param)):  # no memory for another tensor
+        owned = optimizer.owned_weight(param)
+        held = param if owned is None else owned.values[""]
+        extremes = torch.aminmax(held) if held.numel() else ()  # no memory for another tensor
+        if not all(torch.isfinite(extreme) for extreme in extremes):
             raise BadNumbersError(
                 f"step {step}: weight {name} holds numbers that are not finite; no checkpoint was written. Resume from "
                 "the one before, with a lower optimizer.lr"

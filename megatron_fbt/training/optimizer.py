@@ -1,28 +1,18 @@
-"""One optimizer step: reduce, measure, clip, update, with a single host synchronisation."""
+"""What the trainer asks of an optimizer, whatever shards its states: one step, and its part of a checkpoint."""
 
 import contextlib
 import dataclasses
-import functools
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Callable, Iterator, List, Optional
+from typing import Callable, ContextManager, List, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 
 from megatron_fbt.config.feedback import LossWeightsConfig
 from megatron_fbt.config.optimizer import OptimizerConfig
-from megatron_fbt.core.cpu import cuda_type_names
-from megatron_fbt.core.grad_sync import (
-    FUSION_GROUP,
-    arm_reduction,
-    build_megatron_optimizer,
-    disarm_reduction,
-    main_gradients,
-    norm_weights,
-    reduce_gradients,
-)
+from megatron_fbt.core.optimizer_state import OwnedState
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import PassTotals
 from megatron_fbt.model.loss import pass_loss_weights
@@ -50,26 +40,50 @@ class StepReport:
     """Some rank was still writing its part of a checkpoint."""
 
 
+@dataclass(frozen=True)
+class BatchSums:
+    """Sums of one global batch over all ranks."""
+
+    squares: float
+    """Of the gradients, where the caller gave them."""
+    tokens: float
+    stops: float
+    z_loss: float
+    writers: float
+    nll: List[float]
+
+    @property
+    def divisor(self) -> float:
+        """What sums are divided by to be means over loss tokens."""
+        return max(self.tokens, 1.0)
+
+    def report(self, norm: float) -> StepReport:
+        """The step's report.
+
+        Args:
+            norm: of the gradient of the summed loss.
+        """
+        losses, z_loss, norm = [nll / self.divisor for nll in self.nll], self.z_loss / self.divisor, norm / self.divisor
+        finite = math.isfinite(norm) and all(map(math.isfinite, [*losses, z_loss]))
+        tokens = int(self.tokens) if finite else 0
+        return StepReport(losses, norm, tokens, not finite, self.stops > 0, z_loss, None, self.writers > 0)
+
+
 def clip_factor(grad_norm: float, clip_grad: float) -> float:
     """Factor that brings a gradient of this norm down to clip_grad (0 = no clipping)."""
     return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
 
 
-class Optimizer:
-    """AdamW by Megatron-Core, plain or with its states sharded over data-parallel ranks, or Muon and AdamW.
-
-    Gradients arrive as sums over loss tokens. The global token count, the sum of squares, the losses of the passes and
-    the stop flag travel in one reduction; division and clipping are then one multiplication.
+class Optimizer(ABC):
+    """Gradients arrive as sums over loss tokens; division and clipping are one multiplication.
 
     Args:
         config: optimizer section.
-        model: the stage in its gradient buffers.
         layout: this process's place.
     """
 
-    def __init__(self, config: OptimizerConfig, model: DistributedDataParallel, layout: Layout):
-        self.config, self.model, self.layout = config, model, layout
-        self.megatron = build_megatron_optimizer(config, model)
+    def __init__(self, config: OptimizerConfig, layout: Layout):
+        self.config, self.layout = config, layout
         self.judge: Callable[[float, float], Optional[str]] = lambda loss, norm: None
         """Says from loss and gradient norm why a step is to be skipped, the same on all ranks; None = it is not."""
         self.updates = 0
@@ -78,22 +92,24 @@ class Optimizer:
         """Updates of the fusion layer, which sleeps until the first multi-pass batch."""
 
     @property
+    @abstractmethod
     def param_groups(self) -> List[dict]:
         """Groups that a learning-rate schedule sets."""
-        return self.megatron.param_groups
 
+    @abstractmethod
     def zero_grad(self) -> None:
-        """Clear the gradient buffers."""
-        self.model.zero_grad_buffer()
-        self.megatron.zero_grad()
-        disarm_reduction(self.model)
+        """Forget the gradients, before the first backward of a step."""
 
     @property
     def on_last_backward(self) -> Optional[Callable[[], None]]:
-        """What run_passes must call when the last backward begins; None where gradients are reduced afterwards."""
-        overlap = self.model.ddp_config.overlap_grad_reduce
-        return functools.partial(arm_reduction, self.model) if overlap else None
+        """What run_passes must call when the last backward begins; None = nothing."""
+        return None
 
+    def through(self, chunk: torch.nn.Module) -> torch.nn.Module:
+        """What a schedule of Megatron-Core must call instead of a chunk of passes; see run_passes."""
+        return chunk
+
+    @abstractmethod
     def step(self, totals: PassTotals, fusion_active: bool, stop_requested: bool, busy: bool = False) -> StepReport:
         """Finish one global batch.
 
@@ -104,56 +120,65 @@ class Optimizer:
             stop_requested: whether this rank was asked to stop.
             busy: whether this rank is still writing its part of a checkpoint.
         """
-        reduce_gradients(self.model)
-        with cuda_type_names():
-            self.megatron.prepare_grads()
-        report = self._measure(totals, stop_requested, busy)
-        spike = None if report.skipped else self.judge(report.loss_per_pass[0], report.grad_norm)
-        if spike is not None:
-            report = dataclasses.replace(report, skipped=True, spike=spike)
-        if not report.skipped:
-            factor = clip_factor(report.grad_norm, self.config.clip_grad) / max(report.loss_tokens, 1)
-            gradients = main_gradients(self.megatron)
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
-            with torch.no_grad(), self._dormant_fusion(fusion_active):
-                self.megatron.step_with_ready_grads()
-            self.updates += 1
-            self.fusion_updates += int(fusion_active)
-        return report
 
-    @torch.no_grad()
-    def _measure(self, totals: PassTotals, stop_requested: bool, busy: bool) -> StepReport:
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Whether data-parallel ranks hold different parts of the states."""
+
+    def owned_weight(self, param: torch.nn.Parameter) -> Optional[OwnedState]:
+        """This rank's part of a weight under the kind ""; None where all data-parallel ranks hold all of it."""
+        return None
+
+    def whole_shapes(self) -> ContextManager[None]:
+        """Within it, weights have their shapes whatever part of them this rank holds; their elements may be missing."""
+        return contextlib.nullcontext()
+
+    def before_loading(self) -> None:
+        """Called when the weights are about to be replaced."""
+
+    @abstractmethod
+    def owned_state(self, param: torch.nn.Parameter) -> OwnedState:
+        """What this rank has of a parameter's state; moments of a parameter that was never stepped are zeros."""
+
+    @abstractmethod
+    def make_state(self, param: torch.nn.Parameter, updates: int) -> OwnedState:
+        """Give this rank's part of a parameter a state to be filled.
+
+        Args:
+            param: the model's parameter.
+            updates: step count of this parameter; 0 leaves it without moments, as a parameter never stepped.
+
+        Returns:
+            What is to be filled, by kind.
+        """
+
+    def set_group_steps(self, updates: List[int]) -> None:
+        """Tell optimizers that count steps by parameter group each group's count."""
+
+    def _sum_over_ranks(self, totals: PassTotals, stop_requested: bool, busy: bool, squares: torch.Tensor) -> BatchSums:
+        """Token count, losses, flags and the sum of squares of the gradients in one reduction."""
         layout = self.layout
         local = torch.zeros(5 + totals.nll.numel(), dtype=torch.float64, device=layout.device)
-        counted = float(self.config.sharding == "megatron" or layout.data_rank == 0)
-        for gradient, weight in zip(main_gradients(self.megatron), norm_weights(self.megatron)):
-            squares = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-            local[0] += counted * weight * squares  # 0 * NaN is NaN: a bad copy is noticed on every rank
+        local[0] = squares
         if layout.is_last_stage and layout.tensor_rank == 0:
             local[1] = totals.tokens
             local[3] = totals.z_loss
             local[5:] = totals.nll
         local[2], local[4] = float(stop_requested), float(busy)
         dist.all_reduce(local)
-        squares, tokens, stops, z_loss, writers, *sums = local.tolist()  # the step's one host synchronisation
-        divisor = max(tokens, 1.0)
-        losses, z_loss = [nll / divisor for nll in sums], z_loss / divisor
-        norm = math.sqrt(squares) / divisor
-        finite = math.isfinite(norm) and all(map(math.isfinite, [*losses, z_loss]))
-        return StepReport(losses, norm, int(tokens) if finite else 0, not finite, stops > 0, z_loss, None, writers > 0)
+        squares, tokens, stops, z_loss, writers, *sums = local.tolist()  # the host waits for the device here
+        return BatchSums(squares, tokens, stops, z_loss, writers, sums)
 
-    @contextlib.contextmanager
-    def _dormant_fusion(self, active: bool) -> Iterator[None]:
-        """While not active, keep the fusion group away from the inner optimizer: no update, decay or step count."""
-        inner = self.megatron.optimizer
-        groups = inner.param_groups
-        if not active:
-            inner.param_groups = [group for group in groups if not group.get(FUSION_GROUP)]
-        try:
-            yield
-        finally:
-            inner.param_groups = groups
+    def _judged(self, report: StepReport) -> StepReport:
+        """The report, skipped if it is a spike."""
+        spike = None if report.skipped else self.judge(report.loss_per_pass[0], report.grad_norm)
+        return report if spike is None else dataclasses.replace(report, skipped=True, spike=spike)
+
+    def _count(self, report: StepReport, fusion_active: bool) -> None:
+        if not report.skipped:
+            self.updates += 1
+            self.fusion_updates += int(fusion_active)
 
 
 def total_loss(loss_per_pass: List[float], loss_weights: LossWeightsConfig, extra_factor: float = 1.0) -> float:

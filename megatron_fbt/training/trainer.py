@@ -8,7 +8,6 @@ from typing import Callable, Dict, Optional, Tuple
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.grad_sync import wrap_for_data_parallel
 from megatron_fbt.core.parallel import Layout, seed_dropout
 from megatron_fbt.core.phases import phase
 from megatron_fbt.core.schedule import Recipe, run_passes
@@ -20,11 +19,12 @@ from megatron_fbt.errors import BadNumbersError, CheckpointError, StoppedBySigna
 from megatron_fbt.feedback.diagnostics import PassDiagnostics
 from megatron_fbt.feedback.pass_schedule import passes_at
 from megatron_fbt.training.batch_size import BatchSizeSchedule
+from megatron_fbt.training.build_optimizer import build_optimizer
 from megatron_fbt.training.checkpoint import Checkpointer
 from megatron_fbt.training.failure import on_first_rank
 from megatron_fbt.training.health import gains, last_pass_validation
 from megatron_fbt.training.lr_schedule import LearningRate
-from megatron_fbt.training.optimizer import Optimizer, StepReport, total_loss
+from megatron_fbt.training.optimizer import StepReport, total_loss
 from megatron_fbt.training.reporter import Reporter
 from megatron_fbt.training.rewind import go_back, last_good_checkpoint, place_of, recalled, rows_of_samples
 from megatron_fbt.training.run_folder import TrainerState, checkpoints_folder, step_folder
@@ -50,8 +50,7 @@ class Trainer:
     def __init__(self, config: PretrainConfig, plan: RunPlan, layout: Layout, datasets: Datasets, eod: int):
         self.config, self.plan, self.layout, self.datasets, self.eod = config, plan, layout, datasets, eod
         self.stage = FBTStage(config, layout, plan.vocab_size, plan.padded_vocab_size)
-        self.model = wrap_for_data_parallel(self.stage, config.optimizer.sharding, config.parallel.overlap_grad_reduce)
-        self.optimizer = Optimizer(config.optimizer, self.model, layout)
+        self.optimizer = build_optimizer(config, self.stage, layout)
         self.batch_sizes = BatchSizeSchedule(config.training, layout.data_size)
         self.learning_rate = LearningRate(
             config.optimizer, config.optimizer.lr_warmup_steps * config.training.global_batch_size, plan.train_samples
@@ -64,7 +63,7 @@ class Trainer:
             device=layout.device,
         )
         self.recipe = Recipe(config.feedback, config.run.seed, training=True)
-        self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader)
+        self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader, self.optimizer.through)
         self.folder = Path(config.run.dir)
         self.checkpointer = Checkpointer(checkpoints_folder(config), config.checkpoint, layout)
         self.state = TrainerState(phase_start_steps=list(plan.phase_start_steps))
@@ -144,6 +143,7 @@ class Trainer:
             self._recipe(),
             on_last_backward=self.optimizer.on_last_backward,
             diagnostics=diagnostics,
+            through=self.optimizer.through,
         )
         stop = signals.requested is not None
         report = self.optimizer.step(totals, state.fusion_active, stop, self.checkpointer.busy)

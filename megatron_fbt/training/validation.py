@@ -1,6 +1,6 @@
 """Validation loss of every pass, and under the recurrence of decoding (method section 7)."""
 
-from typing import Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class Validator:
         rows: validation rows; None = no validation.
         eod: id of the end-of-document token.
         reader: this rank's part in reading.
+        through: see run_passes.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Validator:
         rows: Optional[Rows],
         eod: int,
         reader: BatchReader,
+        through: Callable[[torch.nn.Module], torch.nn.Module] = lambda chunk: chunk,
     ):
         self.config, self.layout, self.stage = config, layout, stage
-        self.rows, self.eod, self.reader = rows, eod, reader
+        self.rows, self.eod, self.reader, self.through = rows, eod, reader, through
         self.recipe = Recipe(config.feedback, config.run.seed, training=False)
 
     @torch.no_grad()
@@ -107,7 +109,9 @@ class Validator:
             )
             batches = load_micro_batches(self.rows, ids, self.eod, self.reader)
             batches = score_answers(batches) if unmarked else batches
-            totals = run_passes(self.stage, batches, passes, recipe, forward_only=True, diagnostics=diagnostics)
+            totals = run_passes(
+                self.stage, batches, passes, recipe, True, diagnostics=diagnostics, through=self.through
+            )
             if layout.is_last_stage and layout.tensor_rank == 0:
                 sums[0] += totals.tokens
                 sums[1:] += totals.nll

@@ -7,11 +7,12 @@ import torch
 
 from megatron_fbt.config.plan import padded_vocab_size
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.grad_sync import reduce_gradients, wrap_for_data_parallel
+from megatron_fbt.core.grad_sync import reduce_gradients
 from megatron_fbt.core.parallel import Layout, initialize_parallel
 from megatron_fbt.core.schedule import PassTotals, Recipe, run_passes
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch, document_starts
+from megatron_fbt.training.build_optimizer import build_optimizer
 from megatron_fbt.training.optimizer import Optimizer
 
 EOD = 0
@@ -105,9 +106,7 @@ def build(case: Case, grid: Grid, layout: Layout) -> Built:
     vocab = config.model.vocab_size
     padded = padded_vocab_size(vocab, config.model.make_vocab_size_divisible_by, grid.tensor)
     stage = FBTStage(config, layout, vocab, padded)
-    overlap = config.parallel.overlap_grad_reduce
-    model = wrap_for_data_parallel(stage, config.optimizer.sharding, overlap, bucket_size=20_000)
-    return Built(config, layout, stage, Optimizer(config.optimizer, model, layout))
+    return Built(config, layout, stage, build_optimizer(config, stage, layout, bucket_size=20_000))
 
 
 def start(grid: Grid) -> Layout:

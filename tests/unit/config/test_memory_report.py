@@ -1,0 +1,68 @@
+"""Bytes on each process, by hand."""
+
+import pytest
+
+from megatron_fbt.config.memory_report import memory_report, memory_table, passes_in_flight, rank_memory
+from megatron_fbt.config.parameter_count import StageCount
+from megatron_fbt.config.pretrain import PretrainConfig
+
+
+def config_of(dtype="bf16", **parallel) -> PretrainConfig:
+    config = PretrainConfig()
+    config.precision.dtype, config.model.vocab_size = dtype, 1000
+    for name, value in parallel.items():
+        setattr(config.parallel, name, value)
+    return config
+
+
+HELD = StageCount(total=1000, hidden_matrices=600)
+STATES = {
+    ("bf16", "none"): (2000, 4000, 4000, 8000),
+    ("bf16", "megatron"): (2000, 4000, 1000, 2000),
+    ("bf16", "zero1"): (2000, 4000, 1000, 2000),
+    ("bf16", "zero2"): (2000, 1000, 1000, 2000),
+    ("bf16", "zero3"): (500, 1000, 1000, 2000),
+    ("fp32", "none"): (4000, 4000, 0, 8000),
+    ("fp32", "megatron"): (4000, 4000, 0, 2000),
+    ("fp32", "zero3"): (1000, 1000, 1000, 2000),
+}
+
+
+@pytest.mark.parametrize("dtype, sharding", STATES)
+def test_states_of_a_thousand_parameters_over_four_ranks(dtype, sharding):
+    memory = rank_memory(config_of(dtype), 0, HELD, sharding, 4, 1000)
+    found = (memory.weights, memory.gradients, memory.master_weights, memory.moments)
+    assert found == STATES[dtype, sharding] and memory.states == sum(found)
+
+
+def test_muon_has_one_moment_of_the_hidden_matrices():
+    config = config_of()
+    config.optimizer.type = "muon"
+    assert rank_memory(config, 0, HELD, "none", 4, 1000).moments == 8 * 1000 - 4 * 600
+    assert list(memory_report(config, 4, 1000)) == ["none"]
+
+
+def test_pipeline_stages_leave_out_what_they_do_not_allow():
+    assert list(memory_report(config_of(), 2, 1000)) == ["none", "megatron", "zero1", "zero2", "zero3"]
+    assert list(memory_report(config_of(pipeline_model_parallel_size=2), 2, 1000)) == ["none", "megatron", "zero1"]
+
+
+def test_passes_in_flight():
+    config = config_of(pipeline_model_parallel_size=4)
+    config.feedback.schedule = "full"
+    assert [passes_in_flight(config, stage) for stage in range(4)] == [15, 13, 11, 9]
+    config.feedback.schedule = "standard"
+    assert [passes_in_flight(config, stage) for stage in range(4)] == [4, 3, 2, 1]
+
+
+def test_logits_are_on_the_last_stage_alone():
+    config = config_of(pipeline_model_parallel_size=2)
+    first, last = (rank_memory(config, stage, HELD, "none", 1, 1000) for stage in (0, 1))
+    assert first.logits == 0 and last.logits > 0
+
+
+def test_the_table_marks_the_run():
+    lines = memory_table(memory_report(config_of(), 2, 1000), "zero2")
+    assert len(lines) == 6 and [line for line in lines if "this run" in line] == [lines[4]]
+    assert lines[0].split()[-1] == "total" and all(len(line) == len(lines[0]) for line in lines)
+    assert "master weights" in lines[0]
