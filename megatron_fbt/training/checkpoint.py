@@ -303,9 +303,7 @@ def _state_pieces(
             owned = optimizer.make_state(param, updates)
         for kind, values in owned.values.items():
             prefix = f"optimizer.{kind}."
-            found[prefix + name] = range_pieces(
-                described[name], prefix, owned.begin, values, optimizer.is_sharded
-            )
+            found[prefix + name] = range_pieces(described[name], prefix, owned.begin, values, optimizer.is_sharded)
     return found
 
 

@@ -34,7 +34,8 @@ def results(tmp_path_factory):
             jobs = [Job(model, sharding, root / f"{model}_{sharding}") for model, sharding in keys]
             ranks = run_distributed(run_jobs, grid.world_size, grid, jobs, timeout=400)
             found[grid] = {
-                key: ([rank[number] for rank in ranks], job.save) for number, (key, job) in enumerate(zip(keys, jobs, strict=True))
+                key: ([rank[number] for rank in ranks], job.save)
+                for number, (key, job) in enumerate(zip(keys, jobs, strict=True))
             }
         return found[grid]
 
@@ -73,16 +74,16 @@ def test_weights_and_states_equal_plain_training(results, grid, model, sharding)
 
 @pytest.mark.parametrize("grid, model, sharding", CELLS, ids=lambda value: str(value))
 def test_states_are_shared_out(results, grid, model, sharding):
-    plain, sharded = (
-        sum(rank.state_bytes for rank in results(grid)[model, name][0]) for name in ("none", sharding)
-    )
+    plain, sharded = (sum(rank.state_bytes for rank in results(grid)[model, name][0]) for name in ("none", sharding))
     masters = 1.5 if sharding.startswith("zero") else 1.0  # DeepSpeed has masters of float32 weights, too
     assert sharded * grid.data == plain * masters
 
 
 FAULTS = {
     **{f"{fault} {sharding}": (sharding, fault, {}) for fault in ("nan", "spike") for sharding in shardings(Grid())},
-    **{f"offload {sharding}": (sharding, None, {"optimizer.offload": True}) for sharding in ("zero1", "zero2", "zero3")},
+    **{
+        f"offload {sharding}": (sharding, None, {"optimizer.offload": True}) for sharding in ("zero1", "zero2", "zero3")
+    },
     "offload none": ("none", None, {}),
 }
 
