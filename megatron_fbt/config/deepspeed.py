@@ -148,7 +148,8 @@ def sharding_problems(config: PretrainConfig) -> List[str]:
     if optimizer.sharding != "zero1" and stages > 1:
         problems.append(
             f"{chosen}: DeepSpeed shards gradients during the backward, which pipeline stages cannot agree on, and "
-            f"parallel.pipeline_model_parallel_size = {stages}; set that to 1, or optimizer.sharding to zero1 or megatron"
+            f"parallel.pipeline_model_parallel_size = {stages}; set that to 1, or optimizer.sharding to zero1 or "
+            "megatron"
         )
     if parallel.overlap_grad_reduce:
         problems.append(

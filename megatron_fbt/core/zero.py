@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO around a stage: its engine runs the passes, reduces and shards; Megatron-Core's groups stay.
 
-The engine owns reduction over data-parallel ranks, the global norm, master weights and their shards. Nobody in DeepSpeed
-sums the gradients of norms under sequence parallelism or of a tied embedding's two copies: that happens here.
+The engine owns reduction over data-parallel ranks, the global norm, master weights and their shards. DeepSpeed does not
+sum the gradients of norms under sequence parallelism or of a tied embedding's two copies: that happens here.
 """
 
 import math
@@ -21,7 +21,7 @@ from megatron_fbt.optional import import_deepspeed
 
 
 class MegatronGroups:
-    """Megatron-Core's process groups by the names that DeepSpeed asks for; its "model parallel" is tensor x pipeline."""
+    """Megatron-Core's process groups by the names that DeepSpeed asks for; "model parallel" is tensor x pipeline."""
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         """All ranks that hold one copy of the model."""
@@ -153,7 +153,7 @@ class _Unreduced(MegatronModule):
 
 
 def parameter_groups(config: OptimizerConfig, stage: FBTStage) -> List[Dict[str, Any]]:
-    """Matrices, vectors (no weight decay) and the fusion layer's matrices, in the keys of the learning-rate schedule."""
+    """Matrices, vectors (no weight decay) and the fusion layer's matrices, with what a learning-rate schedule reads."""
     sorted_params: Dict[Tuple[float, bool], List[torch.nn.Parameter]] = {}
     for name, param in stage.named_parameters():
         key = (0.0 if param.dim() == 1 else 1.0, name.startswith("fusion."))

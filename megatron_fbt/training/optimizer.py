@@ -134,7 +134,7 @@ class Optimizer(ABC):
         """Within it, weights have their shapes whatever part of them this rank holds; their elements may be missing."""
         return contextlib.nullcontext()
 
-    def before_loading(self) -> None:
+    def before_loading(self) -> None:  # noqa: B027
         """Called when the weights are about to be replaced."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class Optimizer(ABC):
             What is to be filled, by kind.
         """
 
-    def set_group_steps(self, updates: List[int]) -> None:
+    def set_group_steps(self, updates: List[int]) -> None:  # noqa: B027
         """Tell optimizers that count steps by parameter group each group's count."""
 
     def _sum_over_ranks(self, totals: PassTotals, stop_requested: bool, busy: bool, squares: torch.Tensor) -> BatchSums:
