@@ -33,10 +33,7 @@ def results(tmp_path_factory):
             keys = [(model, sharding) for model in MODELS for sharding in shardings(grid)]
             jobs = [Job(model, sharding, root / f"{model}_{sharding}") for model, sharding in keys]
             ranks = run_distributed(run_jobs, grid.world_size, grid, jobs, timeout=400)
-            found[grid] = {
-                key: ([rank[number] for rank in ranks], job.save)
-                for number, (key, job) in enumerate(zip(keys, jobs, strict=True))
-            }
+            found[grid] = {key: ([rank[n] for rank in ranks], jobs[n].save) for n, key in enumerate(keys)}
         return found[grid]
 
     return of
@@ -79,11 +76,10 @@ def test_states_are_shared_out(results, grid, model, sharding):
     assert sharded * grid.data == plain * masters
 
 
+OFFLOAD = {"optimizer.offload": True}
 FAULTS = {
     **{f"{fault} {sharding}": (sharding, fault, {}) for fault in ("nan", "spike") for sharding in shardings(Grid())},
-    **{
-        f"offload {sharding}": (sharding, None, {"optimizer.offload": True}) for sharding in ("zero1", "zero2", "zero3")
-    },
+    **{f"offload {sharding}": (sharding, None, OFFLOAD) for sharding in ("zero1", "zero2", "zero3")},
     "offload none": ("none", None, {}),
 }
 
