@@ -29,7 +29,7 @@ from megatron_fbt.core.schedule import Recipe, run_passes  # noqa: E402
 from megatron_fbt.core.specs import block_spec, transformer_config  # noqa: E402
 from megatron_fbt.core.stage import FBTStage  # noqa: E402
 from megatron_fbt.data.batch import MicroBatch  # noqa: E402
-from megatron_fbt.training.optimizer import Optimizer  # noqa: E402
+from megatron_fbt.training.build_optimizer import build_optimizer  # noqa: E402
 
 Step = Callable[[], object]
 BARS = {"K=1 / stock": 1.05, "K=2 / K=1": 2.10, "K=3 / K=1": 3.20, "K=2 / hand-written": 1.03}
@@ -71,8 +71,7 @@ def build_fbt_steps(shape: Shape, layout: Layout, batches: List[MicroBatch]) -> 
     """The trainer's step with K = 1, 2, 3 passes, over one model."""
     config = build_config(shape)
     stage = FBTStage(config, layout, shape.vocab_size, shape.vocab_size)
-    model = wrap_for_data_parallel(stage, config.optimizer.sharding)
-    optimizer = Optimizer(config.optimizer, model, layout)
+    optimizer = build_optimizer(config, stage, layout)
     recipe = Recipe(config.feedback, config.run.seed, training=True)
 
     def step(passes: int) -> object:
