@@ -88,6 +88,9 @@ class GatedAdamW(torch.optim.AdamW):
 
     decide: Callable[[], Optional[float]]
     fusion_active = True
+    """Whether the fusion layer is stepped."""
+    fusion_idle = False
+    """Whether it has no gradient in this step: DeepSpeed, where it keeps buffers, would give the last one again."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -97,9 +100,10 @@ class GatedAdamW(torch.optim.AdamW):
         if factor is None:
             return
         self.param_groups = [group for group in groups if self.fusion_active or not group.get(FUSION_GROUP)]
-        gradients = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        for group in self.param_groups:
+            gradients = [param.grad for param in group["params"] if param.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 0.0 if self.fusion_idle and group[FUSION_GROUP] else factor)
         super().step()
         self.param_groups = groups
 
@@ -219,23 +223,26 @@ class ZeroEngine:
         """A chunk for Megatron-Core's schedules, run by the engine."""
         return ThroughEngine(self.engine, chunk)
 
-    def step(self, decide: Callable[[], Optional[float]]) -> bool:
+    def step(self, decide: Callable[[], Optional[float]], one_pass: bool) -> bool:
         """Reduce what is left to reduce, and let every shard be stepped by `adamw`.
 
         Args:
             decide: see GatedAdamW; averaged_norm is known when it is called.
+            one_pass: whether the batch had one pass, so that the fusion layer has no gradient.
 
         Returns:
             False if DeepSpeed found numbers that are not finite and has dropped the gradients.
         """
         if not self.partitions_gradients:
             self._finalize()
-        self.adamw.decide = decide
+        self.adamw.decide, self.adamw.fusion_idle = decide, one_pass
+        if one_pass:
+            self._clear_fusion()
         self.engine.step()
         return self.engine.was_step_applied()
 
-    def clear_fusion(self) -> None:
-        """Give the fusion layer a zero gradient in a step of one pass; zero3 would step with the last one's again."""
+    def _clear_fusion(self) -> None:
+        """In a step of one pass: the fusion layer has no gradient; with zero3 the norm would count the last one again."""
         from deepspeed.utils import safe_set_local_grad
 
         for name, param in self.stage.named_parameters():

@@ -44,11 +44,9 @@ class ZeroOptimizer(Optimizer):
     def step(self, totals: PassTotals, fusion_active: bool, stop_requested: bool, busy: bool = False) -> StepReport:
         """See Optimizer."""
         sums = self._sum_over_ranks(totals, stop_requested, busy, torch.zeros(()))
-        if totals.nll.numel() == 1:
-            self.engine.clear_fusion()
         self.engine.adamw.fusion_active = fusion_active
         decision = _Decision(self, sums)
-        finite = self.engine.step(decision)
+        finite = self.engine.step(decision, one_pass=totals.nll.numel() == 1)
         report = decision.report if finite and decision.report is not None else sums.report(math.inf)
         self._count(report, fusion_active)
         return report
