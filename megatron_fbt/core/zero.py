@@ -102,8 +102,10 @@ class GatedAdamW(torch.optim.AdamW):
         self.param_groups = [group for group in groups if self.fusion_active or not group.get(FUSION_GROUP)]
         for group in self.param_groups:
             gradients = [param.grad for param in group["params"] if param.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, 0.0 if self.fusion_idle and group[FUSION_GROUP] else factor)
+            if gradients and self.fusion_idle and group[FUSION_GROUP]:
+                torch._foreach_zero_(gradients)
+            elif gradients:
+                torch._foreach_mul_(gradients, factor)
         super().step()
         self.param_groups = groups
 
@@ -242,7 +244,7 @@ class ZeroEngine:
         return self.engine.was_step_applied()
 
     def _clear_fusion(self) -> None:
-        """In a step of one pass: the fusion layer has no gradient; with zero3 the norm would count the last one again."""
+        """The fusion layer has no gradient in a step of one pass; the norm of zero3 would count the last one again."""
         from deepspeed.utils import safe_set_local_grad
 
         for name, param in self.stage.named_parameters():
