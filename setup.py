@@ -54,6 +54,7 @@ setup(
             "matplotlib>=3.9",
             "lm-eval>=0.4.13,<0.5",
             "datasets>=2.16",
+            "deepspeed>=0.19.8",
         ],
     },
     entry_points={"console_scripts": ["megatron-fbt-pretrain=megatron_fbt.pretrain:main"]},

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from megatron_fbt.config.feedback import FeedbackConfig, resolved_input_scale
-from megatron_fbt.config.parameter_count import StageCount, count_parameters, padded_vocab_size, stage_parameters
+from megatron_fbt.config.memory_report import RankMemory, memory_report, memory_table
+from megatron_fbt.config.parameter_count import count_parameters, padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import step_at_fraction
@@ -31,8 +32,9 @@ class RunPlan:
     fusion_parameters: int
     largest_rank_parameters: int
     """On the fullest process, padding and the last stage's copy of a tied embedding included."""
-    largest_rank_state_bytes: int
-    """Most bytes of weights, gradients, fp32 master weights and optimizer states on a process, without activations."""
+    sharding: str
+    memory: Dict[str, RankMemory]
+    """Bytes on the fullest process, under every sharding that the layout allows."""
     sequence_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -66,10 +68,11 @@ class RunPlan:
         rows = self._layout_rows() + self._run_rows()
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
+        lines += memory_table(self.memory, self.sharding)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _layout_rows(self) -> List[Tuple[str, str]]:
-        state = f"{self.largest_rank_state_bytes / 2**30:.2f} GiB on the fullest process"
+        state = f"{self.memory[self.sharding].states / 2**30:.2f} GiB on the fullest process"
         layout = (
             f"{self.world_size:,} = tensor {self.tensor_model_parallel_size} x pipeline "
             f"{self.pipeline_model_parallel_size} x data {self.data_parallel_size}"
@@ -142,7 +145,8 @@ def make_plan(
         parameters=count.total,
         fusion_parameters=count.fusion,
         largest_rank_parameters=max(stage.total for stage in stages),
-        largest_rank_state_bytes=max(_state_bytes(config, stage, data_parallel_size) for stage in stages),
+        sharding=config.optimizer.sharding,
+        memory=memory_report(config, data_parallel_size, vocab_size),
         sequence_length=sequence_length,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
@@ -176,14 +180,6 @@ def _expected_passes(
             shares[passes] = shares.get(passes, 0.0) + probability * (end - begin) / steps
             token_equivalents += probability * passes * rows * sequence_length
     return dict(sorted(shares.items())), token_equivalents
-
-
-def _state_bytes(config: PretrainConfig, held: StageCount, data_parallel_size: int) -> int:
-    """Weights + fp32 gradients + optimizer (fp32: two Adam states, or one of Muon; master weights under bf16)."""
-    weights, master = (2, 4) if config.precision.dtype == "bf16" else (4, 0)
-    optimizer = (master + 8) * held.total - (4 * held.hidden_matrices if config.optimizer.type == "muon" else 0)
-    shards = data_parallel_size if config.optimizer.sharding == "megatron" else 1
-    return (weights + 4) * held.total + -(-optimizer // shards)
 
 
 def _unreached(config: PretrainConfig, starts: Sequence[int], steps: int) -> List[str]:

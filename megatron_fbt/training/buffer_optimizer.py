@@ -23,7 +23,7 @@ from megatron_fbt.core.grad_sync import (
 from megatron_fbt.core.optimizer_state import OwnedState
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import PassTotals
-from megatron_fbt.training.optimizer import Optimizer, StepReport, clip_factor
+from megatron_fbt.training.optimizer import HeldBytes, Optimizer, StepReport, clip_factor, moment_bytes
 
 
 class BufferOptimizer(Optimizer):
@@ -95,6 +95,17 @@ class BufferOptimizer(Optimizer):
             yield
         finally:
             inner.param_groups = groups
+
+    def held_bytes(self) -> HeldBytes:
+        """See Optimizer."""
+        weights = list(self.model.module.parameters())
+        storages = {param.untyped_storage().data_ptr() for param in weights}
+        masters = [p for p in self.megatron.get_parameters() if p.untyped_storage().data_ptr() not in storages]
+        return HeldBytes(
+            sum(param.nbytes for param in weights),
+            sum(param.nbytes for param in masters),
+            moment_bytes(self.megatron.optimizer.state),
+        )
 
     @property
     def is_sharded(self) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Callable, ContextManager, List, Optional
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,15 @@ class BatchSums:
         finite = math.isfinite(norm) and all(map(math.isfinite, [*losses, z_loss]))
         tokens = int(self.tokens) if finite else 0
         return StepReport(losses, norm, tokens, not finite, self.stops > 0, z_loss, None, self.writers > 0)
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of tensors on one rank."""
+
+    weights: int
+    master_weights: int
+    moments: int
 
 
 def clip_factor(grad_norm: float, clip_grad: float) -> float:
@@ -156,6 +165,10 @@ class Optimizer(ABC):
     def set_group_steps(self, updates: List[int]) -> None:  # noqa: B027
         """Tell optimizers that count steps by parameter group each group's count."""
 
+    @abstractmethod
+    def held_bytes(self) -> HeldBytes:
+        """What this rank holds of weights and states; those of parameters that were never stepped do not exist yet."""
+
     def _sum_over_ranks(self, totals: PassTotals, stop_requested: bool, busy: bool, squares: torch.Tensor) -> BatchSums:
         """Token count, losses, flags and the sum of squares of the gradients in one reduction."""
         layout = self.layout
@@ -179,6 +192,12 @@ class Optimizer(ABC):
         if not report.skipped:
             self.updates += 1
             self.fusion_updates += int(fusion_active)
+
+
+def moment_bytes(states: Mapping[torch.Tensor, Dict[str, Any]]) -> int:
+    """Of an inner optimizer's states, without step counts."""
+    tensors = [value for state in states.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.dim() > 0)
 
 
 def total_loss(loss_per_pass: List[float], loss_weights: LossWeightsConfig, extra_factor: float = 1.0) -> float:

@@ -1,10 +1,13 @@
 """What rank 0 of a run writes: console, metrics.jsonl, status.json, TensorBoard."""
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Dict, Optional, Sequence
+from typing import Callable, Dict, Optional, Sequence
 
 from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.memory_report import rank_memory
+from megatron_fbt.config.parameter_count import stage_parameters
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.training.console import TimeLeft, console_line
@@ -12,6 +15,7 @@ from megatron_fbt.training.flops import step_flops
 from megatron_fbt.training.health import warnings
 from megatron_fbt.training.leftovers import remove_drafts
 from megatron_fbt.training.metrics import MetricsLog, read_metrics, replace_file
+from megatron_fbt.training.optimizer import HeldBytes
 from megatron_fbt.training.rewind import REWINDS
 from megatron_fbt.training.run_folder import CONFIG_FILE, TrainerState, step_folder
 from megatron_fbt.training.status import write_status
@@ -39,6 +43,7 @@ class Reporter:
         self.last_checkpoint: Optional[str] = None
         self.metrics: Optional[MetricsLog] = None
         self.tensorboard: Optional[TensorBoardLog] = None
+        self._memory_said = False
 
     def say(self, message: str) -> None:
         """One line for the user."""
@@ -129,6 +134,22 @@ class Reporter:
             print(console_line(row, self.plan.train_steps, eta), flush=True)
         for warning in warnings(row, self.config.feedback):
             print(f"warning: {warning}", flush=True)
+
+    def memory(self, measure: Callable[[], HeldBytes]) -> None:
+        """Say once what this process holds, and what it is expected to; a sleeping fusion layer has no moments yet."""
+        if not self.active or self._memory_said:
+            return
+        self._memory_said = True
+        config, held = self.config, measure()
+        stage = stage_parameters(config.model, config.parallel, self.plan.vocab_size)[0]
+        expected = rank_memory(
+            config, 0, stage, config.optimizer.sharding, self.plan.data_parallel_size, self.plan.vocab_size
+        )
+        parts = [
+            f"{name.replace('_', ' ')} {bytes_held / 2**20:,.1f} MiB (expected {getattr(expected, name) / 2**20:,.1f})"
+            for name, bytes_held in dataclasses.asdict(held).items()
+        ]
+        self.say("memory of this process: " + ", ".join(parts))
 
     def skipped(self, step: int, reason: str, first_sample: int, last_sample: int) -> None:
         """Note a step that updated nothing, with the sample numbers of its global batch."""

@@ -103,6 +103,8 @@ class Trainer:
                 row.update(self.validator.run(sequential=self.state.fusion_active))
             tokens = (self.state.consumed_samples - consumed) * self.plan.sequence_length
             reporter.step(row, tokens, seconds, self.state)
+            if self.state.updates > 0:
+                reporter.memory(self.optimizer.held_bytes)
             if self.checkpointer.pending and not report.busy:
                 self._finish_save(reporter)
             if self._check_bad_steps(report, reporter, consumed):

@@ -12,7 +12,7 @@ from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import PassTotals
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.core.zero import ZeroEngine
-from megatron_fbt.training.optimizer import BatchSums, Optimizer, StepReport, clip_factor
+from megatron_fbt.training.optimizer import BatchSums, HeldBytes, Optimizer, StepReport, clip_factor, moment_bytes
 
 
 class ZeroOptimizer(Optimizer):
@@ -50,6 +50,17 @@ class ZeroOptimizer(Optimizer):
         report = decision.report if finite and decision.report is not None else sums.report(math.inf)
         self._count(report, fusion_active)
         return report
+
+    def held_bytes(self) -> HeldBytes:
+        """See Optimizer."""
+        params = list(self.engine.stage.parameters())
+        flats = {shard.flat for shard in (zero_state.shard_of(self.engine, param) for param in params) if shard}
+        weights = [param.ds_tensor if hasattr(param, "ds_id") else param for param in params]
+        return HeldBytes(
+            sum(weight.nbytes for weight in weights),
+            sum(flat.nbytes for flat in flats),
+            moment_bytes(self.engine.adamw.state),
+        )
 
     @property
     def is_sharded(self) -> bool:

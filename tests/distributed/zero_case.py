@@ -7,11 +7,13 @@ from typing import Any, Dict, List, Optional, Sequence
 import torch
 
 from megatron_fbt.config.load import dump_yaml
+from megatron_fbt.config.memory_report import RankMemory, rank_memory
+from megatron_fbt.config.parameter_count import stage_parameters
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import run_passes
 from megatron_fbt.training.checkpoint import Checkpointer
 from megatron_fbt.training.lr_schedule import LearningRate
-from megatron_fbt.training.optimizer import StepReport
+from megatron_fbt.training.optimizer import HeldBytes, StepReport
 from megatron_fbt.training.run_folder import TrainerState
 from tests.distributed.model_case import Built, Case, Grid, build, global_batch, own_part, start
 
@@ -63,8 +65,8 @@ class Outcome:
     """What one rank saw of a job."""
 
     reports: List[StepReport]
-    state_bytes: int
-    """Of master weights and moments on this rank."""
+    held: HeldBytes
+    expected: RankMemory
 
 
 def run_jobs(rank: int, world_size: int, grid: Grid, jobs: Sequence[Job]) -> List[Outcome]:
@@ -81,8 +83,10 @@ def run_job(job: Job, grid: Grid, layout: Layout) -> Outcome:
     reports = [take_step(built, state, job.fault if step == 2 else None) for step in range(job.steps)]
     folder = Checkpointer(job.save, None, layout)
     folder.save(built.stage, built.optimizer, state, dump_yaml(built.config))
-    parts = [built.optimizer.make_state(param, updates=1) for param in built.stage.parameters()]
-    return Outcome(reports, sum(value.nbytes for part in parts for value in part.values.values()))
+    config, vocab = built.config, built.stage.vocab_size
+    stage = stage_parameters(config.model, config.parallel, vocab)[layout.pipeline_rank]
+    expected = rank_memory(config, layout.pipeline_rank, stage, job.sharding, layout.data_size, vocab)
+    return Outcome(reports, built.optimizer.held_bytes(), expected)
 
 
 def take_step(built: Built, state: TrainerState, fault: Optional[str] = None) -> StepReport:

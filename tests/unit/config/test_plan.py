@@ -144,7 +144,7 @@ def test_state_bytes(dtype, sharding, bytes_each):
     config = small_config()
     config.precision.dtype, config.optimizer.sharding = dtype, sharding
     plan = make_plan(config, world_size=4, vocab_size=11)
-    assert plan.largest_rank_state_bytes == bytes_each * plan.largest_rank_parameters
+    assert plan.memory[sharding].states == bytes_each * plan.largest_rank_parameters
 
 
 def test_state_bytes_of_muon_have_one_state_for_each_hidden_matrix():
@@ -153,7 +153,7 @@ def test_state_bytes_of_muon_have_one_state_for_each_hidden_matrix():
     model, plan = config.model, make_plan(config, world_size=2, vocab_size=11)
     rows = 2 * (model.num_attention_heads + model.query_groups) * model.head_size + 3 * model.ffn_size
     matrices = (model.num_layers * rows + 2 * model.hidden_size) * model.hidden_size
-    assert plan.largest_rank_state_bytes == 18 * plan.largest_rank_parameters - 4 * matrices
+    assert plan.memory["none"].states == 18 * plan.largest_rank_parameters - 4 * matrices
 
 
 def test_description_is_an_aligned_table():
