@@ -22,13 +22,11 @@ from typing import Callable, Dict, List, Optional
 from megatron_fbt.config.checkpoint import CheckpointConfig
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.grad_sync import wrap_for_data_parallel
 from megatron_fbt.core.manifest import read_manifest, sync_path
-from megatron_fbt.core.optimizer_state import make_state
 from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel
 from megatron_fbt.core.stage import FBTStage
+from megatron_fbt.training.build_optimizer import build_optimizer
 from megatron_fbt.training.checkpoint import Checkpointer
-from megatron_fbt.training.optimizer import Optimizer
 from megatron_fbt.training.run_folder import TrainerState
 
 BLOCK = 8 << 20
@@ -56,10 +54,9 @@ class Subject:
         config.precision.dtype = dtype
         self.layout = initialize_parallel(config.parallel, seed=1)
         self.stage = FBTStage(config, self.layout, model.vocab_size, model.vocab_size)
-        wrapped = wrap_for_data_parallel(self.stage, config.optimizer.sharding)
-        self.optimizer = Optimizer(config.optimizer, wrapped, self.layout)
+        self.optimizer = build_optimizer(config, self.stage, self.layout)
         for param in self.stage.parameters():
-            for values in make_state(self.optimizer.megatron, param, updates=1).values.values():
+            for values in self.optimizer.make_state(param, updates=1).values.values():
                 values.uniform_()
         self.checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(), self.layout)
 
