@@ -65,7 +65,7 @@ class OptimizerConfig(Section):
         if self.type == "muon" and self.sharding != "none":
             why = "optimizer.type = 'muon' would orthogonalise the part of a matrix that a process holds instead of it"
             rules.add("sharding", why, "set it to none, or optimizer.type to adamw")
-        if not self.sharding.startswith("zero"):
+        if rules.usable("sharding", "offload", "deepspeed_config") and not self.sharding.startswith("zero"):
             why = f"optimizer.sharding = {self.sharding!r} is not DeepSpeed's"
             rules.require(not self.offload, "offload", why, "set it to false, or optimizer.sharding to zero1")
             unused = self.deepspeed_config is None

@@ -68,7 +68,7 @@ class RunPlan:
         rows = self._layout_rows() + self._run_rows()
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
-        lines += memory_table(self.memory, self.sharding)
+        lines += ["", *memory_table(self.memory, self.sharding), ""]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _layout_rows(self) -> List[Tuple[str, str]]:

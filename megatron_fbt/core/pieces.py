@@ -96,7 +96,7 @@ def range_pieces(entry: Any, prefix: str, begin: int, values: Tensor, sharded: b
         sharded: Whether other data-parallel ranks have other ranges, not copies of this one.
     """
     found, end = [], begin + values.numel()
-    for part in _parts(_without_memory(entry)):
+    for part in _parts(without_memory(entry)):
         start = part.data.storage_offset()
         low, high = max(begin, start), min(end, start + part.data.numel())
         at = low - begin
@@ -139,7 +139,7 @@ def _parts(entry: Any) -> List[ShardedTensor]:
     return [entry] if isinstance(entry, ShardedTensor) else []
 
 
-def _without_memory(entry: Any) -> Any:
+def without_memory(entry: Any) -> Any:
     """The description with a tensor that has no elements, so that parts of it tell where they begin."""
     return dataclasses.replace(entry, data=torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta"))
 

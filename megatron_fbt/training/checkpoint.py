@@ -24,7 +24,7 @@ from megatron_fbt.core.checkpoint_write import PlannedSave, Written, plan_save
 from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import MASTER
 from megatron_fbt.core.parallel import Layout
-from megatron_fbt.core.pieces import Piece, pieces_to_write, range_pieces, weight_pieces
+from megatron_fbt.core.pieces import Piece, pieces_to_write, range_pieces, weight_pieces, without_memory
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.errors import BadNumbersError, CheckpointError
 from megatron_fbt.training.checkpoint_folder import CheckpointFolder
@@ -263,7 +263,11 @@ def _describe(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> Dict[str
     """Megatron-Core's description of the weights."""
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
     with optimizer.whole_shapes():
-        return stage.sharded_state_dict(metadata=metadata)
+        described = stage.sharded_state_dict(metadata=metadata)
+        for name, param in stage.named_parameters():
+            if optimizer.owned_weight(param) is not None:
+                described[name] = without_memory(described[name])
+    return described
 
 
 def _weight_pieces(described: Dict[str, Any], stage: FBTStage, optimizer: Optimizer) -> Dict[str, List[Piece]]:

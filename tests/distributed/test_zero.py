@@ -39,7 +39,12 @@ def results(tmp_path_factory):
     return of
 
 
-CELLS = [(grid, model, sharding) for grid in GRIDS for model in MODELS for sharding in shardings(grid)[1:]]
+CELLS = [
+    pytest.param(grid, model, sharding, marks=[pytest.mark.slow] if grid.world_size > 4 else [])
+    for grid in GRIDS
+    for model in MODELS
+    for sharding in shardings(grid)[1:]
+]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -114,7 +119,7 @@ def test_steps_that_are_skipped_and_states_off_the_gpu(faults, name):
 
 LOW = [
     (Grid(data=2), ["none", "megatron", "zero1", "zero2", "zero3"]),
-    (Grid(tensor=2, pipeline=2, sequence_parallel=True), ["none", "zero1"]),
+    pytest.param(Grid(tensor=2, pipeline=2, sequence_parallel=True), ["none", "zero1"], marks=pytest.mark.slow),
 ]
 
 
@@ -146,7 +151,7 @@ MOVES = {
 """Number of data-parallel ranks -> (sharding that saved with two, sharding that loads)."""
 
 
-@pytest.mark.parametrize("ranks", MOVES)
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_states_move_to_another_sharding_and_another_number_of_ranks(results, tmp_path, model, ranks):
     def source(name: str) -> Path:

@@ -57,7 +57,12 @@ class Job:
     def case(self) -> Case:
         """Its model and recipe."""
         batch = {"training.micro_batch_size": 2, "training.global_batch_size": 16}
-        return Case("", {**MODELS[self.model], **batch, "optimizer.sharding": self.sharding, **self.more})
+        more = dict(self.more)
+        if self.sharding == "zero3" and self.model == "untied":  # by default it shards no small weights
+            added = self.save.with_suffix(".json")
+            added.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+            more["optimizer.deepspeed_config"] = str(added)
+        return Case("", {**MODELS[self.model], **batch, "optimizer.sharding": self.sharding, **more})
 
 
 @dataclass

@@ -61,6 +61,7 @@ SWITCHES = {
     "model": "qk_layernorm add_qkv_bias share_embeddings_and_output_weights attention_output_gate scaled_init",
     "parallel": "sequence_parallel overlap_grad_reduce",
     "memory": "deallocate_pipeline_outputs",
+    "optimizer": "offload",
     "data": "mmap eod_mask_loss reset_attention_mask reset_position_ids",
     "checkpoint": "keep_best async_save verify_on_load",
     "logging": "tensorboard",
@@ -167,7 +168,9 @@ def test_every_number_field_is_in_the_tables():
     tables = (POSITIVE_INTEGERS, NUMBERS_ABOVE_ZERO, NUMBERS_FROM_ZERO, FRACTIONS_BELOW_ONE, SWITCHES, CHOICES)
     covered = {f"{section}.{field}" for section, field, _ in REFUSED}
     assert all(f"{section}.{field}" in covered for table in tables for section, field, _ in cases(table, 0))
-    accepted_as_they_are = {"data.weights", "data.cache_dir", "feedback.loss_weights.per_pass"}
+    accepted_as_they_are = {"data.weights", "data.cache_dir", "feedback.loss_weights.per_pass"} | {
+        "optimizer.deepspeed_config"
+    }
     assert leaf_fields(PretrainConfig(), "") - covered == accepted_as_they_are
 
 
