@@ -17,11 +17,14 @@ def one_run(rank, world_size, folder, corpus, sharding, stop=None):
 
 def test_a_run_moves_between_shardings(tmp_path):
     corpus = write_corpus(tmp_path)
-    assert run_distributed(one_run, 2, tmp_path / "plain", corpus, "none", timeout=200) == ["finished"] * 2
+    assert (
+        run_distributed(one_run, 2, tmp_path / "plain", corpus, "none", timeout=200, init_group=False)
+        == ["finished"] * 2
+    )
     moving = tmp_path / "moving"
-    stopped = run_distributed(one_run, 2, moving, corpus, "zero3", STOP, timeout=200)
+    stopped = run_distributed(one_run, 2, moving, corpus, "zero3", STOP, timeout=200, init_group=False)
     assert stopped == ["StoppedBySignal"] * 2
-    assert run_distributed(one_run, 2, moving, corpus, "zero1", timeout=200) == ["finished"] * 2
+    assert run_distributed(one_run, 2, moving, corpus, "zero1", timeout=200, init_group=False) == ["finished"] * 2
     expected, found = rows_of(tmp_path / "plain"), rows_of(moving)
     assert len(found) == STEPS and any("validation_loss_pass_3" in row for row in found)
     for a, b in zip(found, expected, strict=True):
