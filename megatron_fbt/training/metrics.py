@@ -39,6 +39,9 @@ def replace_file(path: Union[str, Path], text: str, durable: bool = True) -> Non
         path: the file; its folder must exist.
         text: the whole new content.
         durable: wait until it is on the disk, so that it survives a loss of power.
+
+    Raises:
+        OSError: with the path of the file, which is as before.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -49,6 +52,8 @@ def replace_file(path: Union[str, Path], text: str, durable: bool = True) -> Non
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # of a full disk the system tells no path
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -88,13 +93,19 @@ class MetricsLog:
 
         Args:
             row: field names and values, see `json_ready`; a non-finite number is written as null.
+
+        Raises:
+            OSError: with the path of the file.
         """
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._mend_last_line()
             self._file = open(self._path, "a", encoding="utf-8")
-        self._file.write(json.dumps(json_ready(row), allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(json_ready(row), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def cut_after(self, step: int) -> int:
         """Drop the rows of steps that a resumed run will execute again.

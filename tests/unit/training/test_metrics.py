@@ -1,6 +1,7 @@
 """metrics.jsonl: strict JSON, one row a step, cut after a resume."""
 
 import json
+import os
 
 import numpy
 import pytest
@@ -98,3 +99,19 @@ def test_a_line_that_is_no_row_of_a_step_goes_when_the_log_is_cut(tmp_path, odd)
     path.write_text(f'{{"step": 1}}\n{odd}\n{{"step": 2}}\n{{"step": 3}}\n')
     MetricsLog(path).cut_after(2)
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+def test_a_full_disk_is_told_with_the_file():
+    log = MetricsLog("/dev/full")
+    log._file = open("/dev/full", "w")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        log.append({"step": 1})
+
+
+def test_a_failed_replacement_is_told_with_the_file(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'latest'}'"):
+        replace_file(tmp_path / "latest", "step_00000003")
