@@ -46,8 +46,7 @@ class Size:
     """How much is trained and measured.
 
     Attributes:
-        units: Passes forward and backward over one batch that a run of parity or fsm has, all its steps together.
-        generation_units: The same of cot5.
+        units: Passes forward and backward over one batch that a run of a task has, all its steps together.
         byte_units: The same of the byte model.
         length: Positions of a row of the tasks.
         batch: Rows of a batch.
@@ -60,7 +59,6 @@ class Size:
     """
 
     units: int = 3000
-    generation_units: int = 4000
     byte_units: int = 1600
     length: int = 32
     batch: int = 24
@@ -73,7 +71,12 @@ class Size:
 
     def units_of(self, experiment: str) -> int:
         """Passes over a batch that a run of an experiment has."""
-        return {BYTES: self.byte_units, "cot5": self.generation_units}.get(experiment, self.units)
+        return self.byte_units if experiment == BYTES else self.units
+
+    @property
+    def measured(self) -> Dict[str, int]:
+        """What a result depends on, beside the run's steps."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if not name.endswith("units")}
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,8 @@ def configuration(folder: Path, run: Run, size: Size) -> PretrainConfig:
 def train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
     """Train, export, measure; what the trainer prints goes to a file beside the run folder.
 
-    The result is kept there too; a run that has one of the same size is not repeated, one that was cut off goes on.
+    The result is kept there too; a run that has one of as many steps, measured alike, is not repeated, and one that was
+    cut off goes on.
 
     Raises:
         RuntimeError: Training has failed.
@@ -188,9 +192,9 @@ def train_and_measure(folder: Path, run: Run, size: Size) -> Dict[str, Any]:
     kept = folder / f"{run.folder}.json"
     if kept.exists():
         result = json.loads(kept.read_text(encoding="utf-8"))
-        if result["size"] == dataclasses.asdict(size):
+        if (result["steps"], result["measured"]) == (run.steps, size.measured):
             return result
-    result = {**_train_and_measure(folder, run, size), "size": dataclasses.asdict(size)}
+    result = {**_train_and_measure(folder, run, size), "measured": size.measured}
     kept.write_text(json.dumps(result), encoding="utf-8")
     return result
 

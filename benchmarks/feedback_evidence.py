@@ -60,7 +60,7 @@ MODELS: Dict[str, Dict[str, Schedule]] = {
     "cot5": {STANDARD: ONE, FBT: HALF_TWO_THREE},
     BYTES: {STANDARD: ONE, FEWER_TOKENS: ONE, TWO_ONLY: TWO, NO_THIRD: SEVENTY_FIVE_25, PROGRESSIVE: SEVENTY_FIVE_22_3},
 }
-QUICK = Size(24, 24, 16, 8, 4, 16, 4, 4, 16, 4, 6)
+QUICK = Size(24, 16, 8, 4, 16, 4, 4, 16, 4, 6)
 
 Result = Dict[str, Any]
 
@@ -283,7 +283,7 @@ def main() -> int:
     args = parser.parse_args()
     size = QUICK if args.quick else Size()
     if args.units:
-        size = replace(size, units=args.units, generation_units=args.units, byte_units=args.units)
+        size = replace(size, units=args.units, byte_units=args.units)
     experiments = args.only or list(MODELS)
     if BYTES in experiments:
         try:
