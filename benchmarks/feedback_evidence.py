@@ -12,7 +12,8 @@ Columns p=k: accuracy (for bytes: loss in nats) of k parallel passes on fresh ro
 follows. 2T: the recurrence (for a standard transformer, its one pass) on rows of twice the trained length.
 
 The tasks are short of compute on purpose: with more of it and larger initial weights, one standard transformer in a
-trial learned the parity of 32 bits as well.
+trial learned the parity of 32 bits as well; and with 4000 passes over a batch instead of 3000, STANDARD was only 0.073
+behind SOFT in cot5 (median of seeds 0, 1, 2: 0.132, 0.073, 0.062).
 """
 
 import argparse
