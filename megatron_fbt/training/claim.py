@@ -13,7 +13,7 @@ from megatron_fbt.training.fingerprint import refuse_other_data
 from megatron_fbt.training.lease import Lease
 from megatron_fbt.training.metrics import replace_file
 from megatron_fbt.training.reporter import Reporter
-from megatron_fbt.training.resume import ResumePoint, checkpoint_before, find_resume_point, refuse_other_phases
+from megatron_fbt.training.resume import ResumePoint, checkpoint_before, find_resume_point, refuse_other_plan
 from megatron_fbt.training.run_folder import TRACKER, changed_fields, read_trainer_state, refuse_another_model
 from megatron_fbt.training.trainer import Trainer
 
@@ -69,7 +69,9 @@ def resume(
         for remark in point.remarks:
             reporter.say(remark)
         if checkpoint != planned:
-            refuse_other_phases(config, planned, checkpoint)
+            plan = trainer.plan
+            length = plan.train_steps, plan.train_samples
+            refuse_other_plan(config, planned, checkpoint, plan.phase_start_steps, length)
         refuse_another_model(config, checkpoint)
         refuse_other_data(config, checkpoint, fingerprint)
         reporter.resuming(checkpoint, read_trainer_state(checkpoint), changed_fields(config, checkpoint))

@@ -8,11 +8,12 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Sequence, Tuple
 
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.manifest import check_content, check_sizes
 from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
+from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.run_folder import (
     CONFIG_FILE,
     STATE_FILE,
@@ -20,6 +21,7 @@ from megatron_fbt.training.run_folder import (
     checkpoints_folder,
     read_trainer_state,
     step_folder,
+    steps_and_samples,
     stored_phase_starts,
     written_config,
 )
@@ -131,17 +133,41 @@ def checkpoint_before(damaged: Path, damage: DamagedCheckpointError) -> ResumePo
     raise damage
 
 
-def refuse_other_phases(config: PretrainConfig, planned: Optional[Path], checkpoint: Path) -> None:
-    """Refuse a checkpoint with another schedule of passes than the one that the plan was made for.
+def refuse_other_plan(
+    config: PretrainConfig,
+    planned: Optional[Path],
+    checkpoint: Path,
+    phase_starts: Sequence[int],
+    length: Tuple[int, int],
+) -> None:
+    """Refuse a checkpoint with another schedule of passes or another length than the plan was made for.
+
+    Args:
+        config: of the run.
+        planned: the checkpoint that the plan was made for; None = a new run. The run that held the folder until now may
+            have removed it since.
+        checkpoint: from which the run goes on.
+        phase_starts: first steps of the phases in the plan.
+        length: steps and rows of the run in the plan.
 
     Raises:
         CheckpointError: it has.
     """
-    expected = None if planned is None else stored_phase_starts(config, planned)
-    if expected != stored_phase_starts(config, checkpoint):
+    remedy = f"have it named by {checkpoint.parent / TRACKER} and start again"
+    stored = stored_phase_starts(config, checkpoint)
+    if planned is not None and not planned.is_dir():
+        same = stored is None or stored == list(phase_starts)
+    else:
+        same = stored == (None if planned is None else stored_phase_starts(config, planned))
+    if not same:
         raise CheckpointError(
-            f"going on from {checkpoint}, the phases of feedback.schedule start elsewhere than planned; have it named "
-            f"by {checkpoint.parent / TRACKER} and start again"
+            f"going on from {checkpoint}, the phases of feedback.schedule start elsewhere than planned; {remedy}"
+        )
+    found = run_length(config.training, config.data.sequence_length, steps_and_samples(checkpoint))
+    if found != tuple(length):
+        raise CheckpointError(
+            f"going on from {checkpoint}, the run has {found[0]:,} steps and {found[1]:,} rows instead of the planned "
+            f"{length[0]:,} and {length[1]:,}; {remedy}"
         )
 
 

@@ -9,12 +9,13 @@ import pytest
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.fingerprint import data_fingerprint, refuse_other_data
 from megatron_fbt.training.resume import (
     checkpoint_before,
     find_resume_point,
     latest_complete,
-    refuse_other_phases,
+    refuse_other_plan,
 )
 from tests.unit.training.checkpoints import publish
 
@@ -124,13 +125,41 @@ def test_never_starts_only_in_a_folder_without_a_run(config, tmp_path):
 
 
 def test_a_plan_for_other_phases_is_refused(config, tmp_path):
-    other = PretrainConfig()
+    other, rows = PretrainConfig(), config.training.global_batch_size
     other.feedback.schedule = "two_phase_75_25"
-    older, newer = publish(tmp_path, 3, other, phase_start_steps=[0, 9]), publish(tmp_path, 6, phase_start_steps=[0, 5])
-    refuse_other_phases(config, newer, publish(tmp_path, 7, phase_start_steps=[0, 5]))
-    refuse_other_phases(config, None, older)
+    older, newer = (
+        publish(tmp_path, 3, other, consumed_samples=3 * rows, phase_start_steps=[0, 9]),
+        publish(tmp_path, 6, consumed_samples=6 * rows, phase_start_steps=[0, 5]),
+    )
+    config.training.train_steps = 20
+    length = run_length(config.training, config.data.sequence_length)
+    refuse_other_plan(
+        config, newer, publish(tmp_path, 7, consumed_samples=7 * rows, phase_start_steps=[0, 5]), [0, 5], length
+    )
+    refuse_other_plan(config, None, older, [0], length)
     with pytest.raises(CheckpointError, match="the phases of feedback.schedule start elsewhere"):
-        refuse_other_phases(config, newer, older)
+        refuse_other_plan(config, newer, older, [0, 5], length)
+
+
+def test_the_planned_checkpoint_may_be_gone_when_the_run_before_went_on(config, tmp_path):
+    rows = config.training.global_batch_size
+    planned = publish(tmp_path, 3, consumed_samples=3 * rows, phase_start_steps=[0, 5])
+    newest = publish(tmp_path, 6, consumed_samples=6 * rows, phase_start_steps=[0, 5])
+    shutil.rmtree(planned)
+    config.training.train_steps = 20
+    length = run_length(config.training, config.data.sequence_length)
+    refuse_other_plan(config, planned, newest, [0, 5], length)
+    with pytest.raises(CheckpointError, match="the phases of feedback.schedule start elsewhere"):
+        refuse_other_plan(config, planned, newest, [0, 4], length)
+
+
+def test_a_plan_for_another_number_of_rows_is_refused(config, tmp_path):
+    config.training.train_steps, config.training.global_batch_size = 20, 8
+    planned, newest = publish(tmp_path, 3, consumed_samples=12), publish(tmp_path, 6, consumed_samples=24)
+    lengths = [run_length(config.training, config.data.sequence_length, done) for done in ((3, 12), (6, 24))]
+    refuse_other_plan(config, planned, newest, [], lengths[1])
+    with pytest.raises(CheckpointError, match=r"the run has .* rows instead of the planned .*latest and start again"):
+        refuse_other_plan(config, planned, newest, [], lengths[0])
 
 
 @pytest.fixture
