@@ -321,7 +321,8 @@ def _load_fast_tokenizer(folder: Path):
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     except Exception as error:
-        raise DataError(f"tokenizer {folder}: transformers cannot load it: {error}") from error
+        reason = " ".join(str(error).split())
+        raise DataError(f"tokenizer {folder}: transformers cannot load it: {reason}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(f"tokenizer {folder}: not a fast tokenizer; save it with a tokenizer.json")
     return tokenizer

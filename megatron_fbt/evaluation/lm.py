@@ -16,6 +16,7 @@ from megatron_fbt.errors import ConfigError
 from megatron_fbt.evaluation.decoding import Continuation, Decoding, continue_prompts
 from megatron_fbt.evaluation.likelihood import Passes, ScoredRow, log_likelihoods
 from megatron_fbt.evaluation.options import check_model_options, parse_passes
+from megatron_fbt.hf.generation_fbt import check_sampling
 from megatron_fbt.inference.text import load_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -221,7 +222,7 @@ def decoding_of(settings: Dict[str, Any]) -> Decoding:
     """The decoding that a task's generation_kwargs ask for.
 
     Raises:
-        ConfigError: They hold something else than what is known.
+        ConfigError: They hold something else than what is known, or a value without a meaning.
     """
     if unknown := sorted(set(settings) - GENERATION_KEYS):
         raise ConfigError(
@@ -229,13 +230,20 @@ def decoding_of(settings: Dict[str, Any]) -> Decoding:
         )
     until = settings.get("until") or []
     sample = settings.get("do_sample", False)
-    return Decoding(
-        tuple(text for text in ([until] if isinstance(until, str) else until) if text),
-        int(settings.get("max_gen_toks", 256)),
-        float(settings.get("temperature", 1.0)) if sample else 0.0,
-        int(settings.get("top_k", 0)),
-        float(settings.get("top_p", 1.0)),
-    )
+    try:
+        decoding = Decoding(
+            tuple(text for text in ([until] if isinstance(until, str) else until) if text),
+            int(settings.get("max_gen_toks", 256)),
+            float(settings.get("temperature", 1.0)) if sample else 0.0,
+            int(settings.get("top_k", 0)),
+            float(settings.get("top_p", 1.0)),
+        )
+        check_sampling(decoding.temperature, decoding.top_k, decoding.top_p)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"generation_kwargs {settings}: {error}; correct the task file") from error
+    if decoding.max_new_tokens < 1:
+        raise ConfigError(f"generation_kwargs: max_gen_toks={decoding.max_new_tokens}: must be at least 1")
+    return decoding
 
 
 def facts(lm: FBTLM) -> Dict[str, Any]:

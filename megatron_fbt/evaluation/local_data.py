@@ -67,7 +67,7 @@ def _row(
 ) -> Dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not a JSON object ({error})") from error
     if not isinstance(found, dict):
         raise DataError(f"{where}: not a JSON object, but a {type(found).__name__}")
@@ -84,6 +84,9 @@ def _row(
         if kind == "text" and isinstance(value, (int, float)) and not isinstance(value, bool):
             value = str(value)
         right = isinstance(value, str) if kind == "text" else _texts(value)
+        texts = ([value] if kind == "text" else value) if right else []
+        if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+            raise DataError(f"{where}: field {name} holds a lone surrogate; write the text as UTF-8")
         if not right:
             raise DataError(f"{where}: field {name} is {json.dumps(value)[:60]}, but must be {KINDS[kind]}")
         row[name] = value

@@ -99,16 +99,21 @@ def _measure(lm: Any, name: str, task: Any, options: EvaluationOptions) -> Tuple
 
     begin = time.perf_counter()
     task.set_fewshot_seed(seed=options.seed)
-    found = evaluator.evaluate(
-        lm,
-        {"tasks": {name: task}, "groups": {}, "group_map": {}},
-        limit=options.limit,
-        bootstrap_iters=0,
-        log_samples=True,
-        apply_chat_template=options.apply_chat_template,
-        fewshot_as_multiturn=options.apply_chat_template,
-        confirm_run_unsafe_code=options.allow_code_execution,
-    )
+    try:
+        found = evaluator.evaluate(
+            lm,
+            {"tasks": {name: task}, "groups": {}, "group_map": {}},
+            limit=options.limit,
+            bootstrap_iters=0,
+            log_samples=True,
+            apply_chat_template=options.apply_chat_template,
+            fewshot_as_multiturn=options.apply_chat_template,
+            confirm_run_unsafe_code=options.allow_code_execution,
+        )
+    except (AssertionError, ValueError) as error:  # what lm-eval's samplers raise
+        if not any(words in str(error) for words in ("number of fewshot samples", "Sample larger than population")):
+            raise
+        raise ConfigError(f"num_fewshot={task.get_config('num_fewshot')}: task {name} has fewer ({error})") from error
     samples = found["samples"][name]
     metrics, values = _metrics(found["results"][name], samples)
     result = {

@@ -192,14 +192,23 @@ WRONG = [
 def test_wrong_arguments_end_before_the_weights_are_read(
     tool, folder, copy_task, capsys, arguments, message, monkeypatch
 ):
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "megatron_fbt.inference.text.FBTForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded")
+    )
     assert tool.main(["--model", str(folder), "--tasks", str(copy_task), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error, error
 
 
+def test_more_worked_examples_than_there_are(tool, folder, copy_task, capsys):
+    assert tool.main(["--model", str(folder), "--tasks", str(copy_task), "--num_fewshot", "99"]) == 2
+    assert "error: num_fewshot=99: task copy has fewer (" in capsys.readouterr().err
+
+
 def test_generated_code_is_refused_before_the_weights_are_read(tool, folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "megatron_fbt.inference.text.FBTForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded")
+    )
     rows = [{"prompt": "Square.", "code": "x", "test_list": ["assert square(2) == 4"]}]
     (tmp_path / "mbpp.jsonl").write_text(json.dumps(rows[0]), encoding="utf-8")
     assert tool.main(["--model", str(folder), "--tasks", "mbpp", "--data_dir", str(tmp_path)]) == 2

@@ -132,9 +132,19 @@ def test_long_prompts_are_cut_on_the_left(folder):
         lm.generate_until(requests("generate_until", ("0", {"max_gen_toks": 10})))
 
 
-def test_unknown_generation_settings_are_refused(folder):
-    with pytest.raises(ConfigError, match="num_beams is not known"):
-        make(folder).generate_until(requests("generate_until", ("0", {"num_beams": 4})))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 4}, "num_beams is not known"),
+        ({"max_gen_toks": "abc"}, "generation_kwargs .*'abc'.*correct the task file"),
+        ({"max_gen_toks": 0}, "max_gen_toks=0: must be at least 1"),
+        ({"do_sample": True, "temperature": -1}, "temperature=-1.0: must be a finite number"),
+        ({"do_sample": True, "top_p": 0}, "top_p=0.0: must be larger than 0"),
+    ],
+)
+def test_generation_settings_without_a_meaning_are_refused(folder, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make(folder).generate_until(requests("generate_until", ("0", settings)))
 
 
 @pytest.mark.parametrize(

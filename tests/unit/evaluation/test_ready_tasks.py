@@ -115,6 +115,8 @@ def test_prompts(data_dir):
         ("[1]", "line 3: not a JSON object, but a list"),
         ('{"question": "a"}', "line 3: has no field answer; it has question"),
         ('{"question": ["a"], "answer": "#### 1"}', 'line 3: field question is \\["a"\\], but must be a text'),
+        ('{"question": "\\ud800", "answer": "#### 1"}', "line 3: field question holds a lone surrogate"),
+        ('{"question": ' + "[" * 100_000, "line 3: not a JSON object"),
         ('{"question": "a", "answer": "1"}', "object 3: field answer has no ####"),
     ],
 )
