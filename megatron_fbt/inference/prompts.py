@@ -100,6 +100,10 @@ class PromptSource:
                 raise BadRecord("messages", "messages must be a list of objects with role and content")
             if content[-1]["role"] == ASSISTANT:
                 raise BadRecord("answered", "the conversation ends with the assistant's message; leave that out")
+            for number, message in enumerate(content, 1):
+                if message["role"] == "user" and not isinstance(message.get("content"), (str, list)):
+                    raise BadRecord("messages", f"message {number}: the user's content is missing or no text")
+            _check_texts(content)
             return content
         if not isinstance(content, str):
             raise BadRecord("not_a_text", f"the prompt is a {type(content).__name__}, not a text")
@@ -107,6 +111,15 @@ class PromptSource:
             raise BadRecord("empty", "the prompt is empty; give at least one token")
         check_text(content)
         return [{"role": "user", "content": content}] if self.chat else content
+
+
+def _check_texts(value: Any) -> None:
+    """Every text in a JSON value; see check_text."""
+    if isinstance(value, str):
+        check_text(value)
+    elif isinstance(value, (list, dict)):
+        for entry in value.values() if isinstance(value, dict) else value:
+            _check_texts(entry)
 
 
 def _text(line: bytes, origin: str) -> str:

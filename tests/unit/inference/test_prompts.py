@@ -96,3 +96,18 @@ def test_what_is_no_conversation_is_named(tmp_path, messages, words):
     path.write_text(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(ConfigError, match=words):
         PromptSource(list_file=str(path), chat=True).read(io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user"}, "message 2: the user's content is missing or no text"),
+        ({"role": "user", "content": 3}, "message 2: the user's content is missing or no text"),
+        ({"role": "user", "content": "\ud800"}, "lone surrogate"),
+        ({"role": "user", "content": [{"type": "text", "text": "a\ud800"}]}, "lone surrogate"),
+    ],
+)
+def test_messages_without_a_text_are_named(tmp_path, message, words):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [USER, message]}))
+    with pytest.raises(ConfigError, match=f"line 1: .*{words}"):
+        read(list_file=str(tmp_path / "c.jsonl"), chat=True)
