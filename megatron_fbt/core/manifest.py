@@ -187,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
         files = {name: FileEntry(int(entry["bytes"]), str(entry[HASH])) for name, entry in content["files"].items()}
         if content["format"] != FORMAT or any(Path(name).name != name for name in files):
             raise ValueError(f"not of format {FORMAT}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DamagedCheckpointError(f"{path} cannot be read: {reason}; resume from an older checkpoint") from error
     return Manifest(files, {name: value for name, value in content.items() if name not in ("files", "format")})

@@ -18,7 +18,7 @@ from megatron_fbt.training.metrics import MetricsLog, read_metrics, replace_file
 from megatron_fbt.training.optimizer import HeldBytes
 from megatron_fbt.training.rewind import REWINDS
 from megatron_fbt.training.run_folder import CONFIG_FILE, TrainerState, step_folder
-from megatron_fbt.training.status import write_status
+from megatron_fbt.training.status import known_status, write_status
 from megatron_fbt.training.tensorboard_log import TensorBoardLog
 
 LENGTH_FIELDS = ("training.train_", "training.global_batch_size", "training.rampup_batch_size", "data.sequence_length")
@@ -181,16 +181,16 @@ class Reporter:
         """Write status.json."""
         if not self.active:
             return
-        write_status(
-            self.folder / "status.json",
-            state=run_state,
-            step=self.state.step,
-            train_steps=self.plan.train_steps,
-            loss=self.last_row.get("loss"),
-            eta_s=eta_s,
-            tokens=self.state.consumed_samples * self.plan.sequence_length,
-            last_checkpoint=self.last_checkpoint,
-        )
+        path = self.folder / "status.json"
+        reached = {
+            "step": self.state.step,
+            "loss": self.last_row.get("loss"),
+            "tokens": self.state.consumed_samples * self.plan.sequence_length,
+            "last_checkpoint": self.last_checkpoint,
+        }
+        if self.metrics is None:  # the run has not begun to go on: what is known of it still holds
+            reached.update(known_status(path))
+        write_status(path, state=run_state, train_steps=self.plan.train_steps, eta_s=eta_s, **reached)
 
     def end(self, run_state: str) -> None:
         """Write how the run ended ("finished", "stopped" or "failed") and close the logs."""

@@ -4,9 +4,19 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Dict, Union
 
 from megatron_fbt.training.metrics import json_ready, replace_file
+
+
+def known_status(path: Path) -> Dict[str, Any]:
+    """What an earlier start has written about how far the run is; empty if there is nothing that can be read."""
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    names = ("step", "loss", "tokens", "last_checkpoint")
+    return {name: status[name] for name in names if name in status} if isinstance(status, dict) else {}
 
 
 def write_status(path: Union[str, Path], **fields: Any) -> None:

@@ -72,7 +72,15 @@ def test_a_file_that_the_manifest_does_not_know_is_refused(checkpoint):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"format": 9, "files": {}}', '{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}'],
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"format": 1, "files": {"x": {"bytes": 1e999, "sha256": ""}}}',
+        '{"format": 9, "files": {}}',
+        '{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}',
+    ],
 )
 def test_a_damaged_manifest_is_named(checkpoint, content):
     (checkpoint / "manifest.json").write_text(content)

@@ -5,7 +5,9 @@ import os
 import threading
 from datetime import datetime
 
-from megatron_fbt.training.status import write_status
+import pytest
+
+from megatron_fbt.training.status import known_status, write_status
 
 
 def test_fields_are_written_and_pid_and_time_added(tmp_path):
@@ -35,3 +37,9 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     reader.join()
     assert seen == sorted(seen) and len(seen) > 0
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "[" * 100_000])
+def test_nothing_is_known_from_a_file_that_cannot_be_read(tmp_path, content):
+    (tmp_path / "status.json").write_text(content)
+    assert known_status(tmp_path / "status.json") == known_status(tmp_path / "missing.json") == {}
