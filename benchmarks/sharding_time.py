@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/sharding_time.py            (about 5 minutes on 2 idle cores)
 
-Every model takes the same step (K = 2) in turn within one pair of processes; times are those of rank 0, whose collectives
-wait for rank 1. `none / none` is the same model against itself: what is noise.
+Every model takes the same step (K = 2) in turn within one pair of processes; times are those of rank 0, whose
+collectives wait for rank 1. `none / none` is the same model against itself: what is noise.
 """
 
 import argparse
