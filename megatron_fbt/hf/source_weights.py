@@ -95,10 +95,15 @@ class SafetensorsFolder:
         """One weight, whole.
 
         Raises:
-            CheckpointError: Its file cannot be read.
+            CheckpointError: Its file cannot be read, or it holds numbers that are not finite.
         """
-        with _as_checkpoint_error(self._files[name]):
-            return self._file(name).get_tensor(name)
+        path = self._files[name]
+        with _as_checkpoint_error(path):
+            weight = self._file(name).get_tensor(name)
+        extremes = torch.aminmax(weight) if weight.numel() else ()  # no memory for another tensor
+        if not all(torch.isfinite(extreme) for extreme in extremes):
+            raise CheckpointError(f"{path}: {name} holds numbers that are not finite. Give another model.")
+        return weight
 
     def row_blocks(self, name: str, count: int) -> Iterator[Tensor]:
         """The first rows of a matrix, a few at a time."""

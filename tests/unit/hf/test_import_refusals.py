@@ -4,6 +4,7 @@ import json
 
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron_fbt.config.load import load_yaml
 from megatron_fbt.errors import CheckpointError
@@ -70,4 +71,16 @@ def test_every_familys_features_are_refused_by_name(tmp_path, family):
         change_config(folder, model_type=model_type)  # scaled logits or embeddings, experts, other norms
         with pytest.raises(CheckpointError, match=f"model_type = '{model_type}': must be one of fbt, llama"):
             import_model(folder, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, name, value):
+    folder = write_source(tmp_path / "source", make_source("llama"))
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[3] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} holds numbers that are not finite"):
+        import_model(folder, tmp_path / "made")
     assert not (tmp_path / "made").exists()
