@@ -1,5 +1,6 @@
 """Signals to any process of a run, the second one, and runs that meet in one folder; real processes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -34,7 +35,25 @@ sys.exit(pretrain.main(["--config", sys.argv[1]]))
 """
 
 
-def start(folder, repository, *arguments, name="config", processes=2, **settings):
+@pytest.fixture
+def start(tmp_path, repository):
+    """Starts runs, whose processes are ended with the test."""
+    launchers = []
+
+    def begin(folder, *arguments, **settings):
+        launchers.append(launch(folder, repository, *arguments, **settings))
+        return launchers[-1]
+
+    yield begin
+    for launcher in launchers:
+        launcher.kill()
+        launcher.communicate()
+    for file in tmp_path.glob("pid.*"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def launch(folder, repository, *arguments, processes=2, **settings):
     """A long run under the launcher; without a corpus, one is made."""
     if not (folder / "corpus.idx").exists():
         write_corpus(folder)
@@ -67,8 +86,8 @@ def status_of(folder):
     "number, target",
     [(signal.SIGINT, "launcher"), (signal.SIGUSR1, "launcher"), (signal.SIGUSR1, 0), (signal.SIGTERM, 1)],
 )
-def test_a_signal_to_any_process_saves_once_and_leaves(tmp_path, repository, number, target):
-    launcher = start(tmp_path, repository)
+def test_a_signal_to_any_process_saves_once_and_leaves(tmp_path, start, number, target):
+    launcher = start(tmp_path)
     wait_until(lambda: len(rows_of(tmp_path / "run")) >= 2, launcher)
     pid = launcher.pid if target == "launcher" else int((tmp_path / f"pid.{target}").read_text())
     os.kill(pid, number)
@@ -82,8 +101,8 @@ def test_a_signal_to_any_process_saves_once_and_leaves(tmp_path, repository, num
     assert output.count("stopped by") == 1 and not (tmp_path / "run" / LEASE).exists()
 
 
-def test_a_second_signal_leaves_at_once_without_waiting_for_the_save(tmp_path, repository):
-    launcher = start(tmp_path, repository, "hang")
+def test_a_second_signal_leaves_at_once_without_waiting_for_the_save(tmp_path, start):
+    launcher = start(tmp_path, "hang")
     wait_until(lambda: len(rows_of(tmp_path / "run")) >= 2, launcher)
     launcher.send_signal(signal.SIGTERM)
     wait_until(lambda: (tmp_path / "saving").exists(), launcher)
@@ -98,12 +117,12 @@ def test_a_second_signal_leaves_at_once_without_waiting_for_the_save(tmp_path, r
     )
 
 
-def test_a_second_run_in_the_folder_is_refused_and_the_successor_of_a_killed_one_starts(tmp_path, repository):
+def test_a_second_run_in_the_folder_is_refused_and_the_successor_of_a_killed_one_starts(tmp_path, start):
     settings = {"processes": 1, "checkpoint__save_interval": 20, "checkpoint__keep_last": 2}
-    first = start(tmp_path, repository, **settings)
+    first = start(tmp_path, **settings)
     wait_until(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), first)
     owner = int((tmp_path / "pid.0").read_text())
-    second = start(tmp_path, repository, **settings)
+    second = start(tmp_path, **settings)
     _, errors = second.communicate(timeout=150)
     assert second.returncode == 4 and "is in use by another run" in errors and f"pid {owner}" in errors
     assert first.poll() is None and status_of(tmp_path)["state"] == "running"
@@ -111,7 +130,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_successor_of_a_killed_one
     os.kill(owner, signal.SIGKILL)
     first.communicate()
     assert (tmp_path / "run" / LEASE).exists(), "it was left behind"
-    successor = start(tmp_path, repository, **settings)
+    successor = start(tmp_path, **settings)
     wait_until(lambda: status_of(tmp_path)["pid"] == int((tmp_path / "pid.0").read_text()) != owner, successor)
     wait_until(lambda: status_of(tmp_path)["step"] > 20, successor)
     successor.send_signal(signal.SIGTERM)

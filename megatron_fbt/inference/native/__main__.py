@@ -7,6 +7,7 @@ import traceback
 from typing import List, Optional
 
 from megatron_fbt.errors import FBTError
+from megatron_fbt.inference.command_line import add_generation_options
 
 EXAMPLE = """examples:
   python -m megatron_fbt.inference.native --checkpoint runs/demo/run --regime soft --prompt "def main("
@@ -34,21 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline_model_parallel_size", type=int, default=1, help="default: 1")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="number format (default: the run's)")
     parser.add_argument("--tokenizer", help="where the tokenizer is, if not in the checkpoint or where the run had it")
-    parser.add_argument("--regime", choices=("standard", "soft", "fused", "recurrent"), default="soft")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
-    prompt.add_argument("--prompt_file", metavar="FILE", help="UTF-8 file with one text to continue")
-    prompt.add_argument("--prompts", metavar="FILE", help="many: JSON Lines (.jsonl), else one prompt a line")
-    parser.add_argument("--prompt_key", default="prompt", help="where a JSON line has its prompt (default: prompt)")
-    parser.add_argument("--chat", action="store_true", help='prompts are conversations: "messages" of a JSON line')
+    add_generation_options(parser, stdin=False)
     parser.add_argument("--batch_size", type=int, default=8, help="prompts continued together (default: 8)")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="default: 64")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    parser.add_argument("--top_k", type=int, default=0, help="0 = off (default)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1 = off (default)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--fused_passes", type=int, default=1, help="fused passes over the prompt (default: 1)")
-    parser.add_argument("--json", action="store_true", help="write one JSON object a prompt")
     return parser
 
 
