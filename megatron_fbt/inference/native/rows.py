@@ -15,8 +15,8 @@ from megatron_fbt.model.attention_mask import AttentionMasks
 class Rows:
     """Token ids of a batch, and what attention must know of them.
 
-    Padding lies left of a row's first token. It attends to itself alone, nothing attends to it, and positions count
-    from the row's first token, so a row has the states that it would have by itself.
+    Padding lies left of a row's first token. It attends to itself alone, nothing attends to it, and a row's first token
+    has position 0, so a row has the states that it would have by itself.
 
     Args:
         stage: the model's part of this process.
