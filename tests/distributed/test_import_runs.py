@@ -105,7 +105,7 @@ def folder(tmp_path_factory):
 def test_weights_arrive_in_a_split_layout_bit_for_bit(folder, layout):
     reader = TensorReader(folder / "made" / RUNS[layout].replace(" ", "-"), without="-")
     loaded = checkpoint_of(folder / f"run{layout[0]}{layout[1]}-loaded", 0)
-    weights = {name: name.removeprefix("optimizer.master.") for name in reader.shapes}  # the run's float32 is its master
+    weights = {name: name.removeprefix("optimizer.master.") for name in reader.shapes}
     assert set(weights.values()) == {name for name in loaded if not name.startswith("optimizer.")}
     for name, weight in weights.items():
         assert torch.equal(loaded[weight], reader.rows(name, 0, reader.shapes[name][0])), name
