@@ -20,13 +20,13 @@ from hf_unrolled_baseline import Shape  # noqa: E402
 from pairs import PairResult, format_table, measure, to_json  # noqa: E402
 from step_time import build_config, random_batches  # noqa: E402
 
+from megatron_fbt.config.memory_report import SHARDINGS  # noqa: E402
 from megatron_fbt.core.parallel import Layout, initialize_parallel  # noqa: E402
 from megatron_fbt.core.schedule import Recipe, run_passes  # noqa: E402
 from megatron_fbt.core.stage import FBTStage  # noqa: E402
 from megatron_fbt.data.batch import MicroBatch  # noqa: E402
 from megatron_fbt.training.build_optimizer import build_optimizer  # noqa: E402
 
-SHARDINGS = ("none", "megatron", "zero1", "zero2", "zero3")
 RANKS, PASSES, MICRO_BATCHES = 2, 2, 2
 
 

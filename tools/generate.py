@@ -5,7 +5,7 @@ import sys
 from typing import List, Optional
 
 from megatron_fbt.errors import FBTError
-from megatron_fbt.inference.command_line import add_generation_options
+from megatron_fbt.inference.command_line import add_generation_options, generation_options, prompt_source
 
 EXAMPLE = """examples:
   python tools/generate.py --model exports/tiny --regime soft --prompt "def main(" --max_new_tokens 40
@@ -34,15 +34,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> int:
     """Parse the command line and generate; returns the exit code."""
     arguments = build_parser().parse_args(argv)
-    from megatron_fbt.inference.prompts import PromptSource  # here: --help does not wait for torch
     from megatron_fbt.inference.run_generate import GenerationRequest, run
-    from megatron_fbt.inference.text import GenerationOptions
 
-    names = ("regime", "fused_passes", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "gate_table")
     request = GenerationRequest(
         arguments.model,
-        PromptSource(arguments.prompt, arguments.prompt_file, arguments.prompts, arguments.prompt_key, arguments.chat),
-        GenerationOptions(**{name: getattr(arguments, name) for name in names}),
+        prompt_source(arguments),
+        generation_options(arguments, gate_table=arguments.gate_table),
         arguments.batch_size,
         arguments.device,
         arguments.json,

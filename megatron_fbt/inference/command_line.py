@@ -1,6 +1,7 @@
 """Options that the commands which continue prompts have in common; importing this does not import torch."""
 
 import argparse
+from typing import Any
 
 
 def add_generation_options(parser: argparse.ArgumentParser, stdin: bool) -> None:
@@ -25,3 +26,20 @@ def add_generation_options(parser: argparse.ArgumentParser, stdin: bool) -> None
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--fused_passes", type=int, default=1, help="fused passes over the prompt (default: 1)")
     parser.add_argument("--json", action="store_true", help="write one JSON object a prompt")
+
+
+def prompt_source(arguments: argparse.Namespace) -> Any:
+    """The PromptSource that the options ask for."""
+    from megatron_fbt.inference.prompts import PromptSource  # here: --help does not wait for torch
+
+    return PromptSource(
+        arguments.prompt, arguments.prompt_file, arguments.prompts, arguments.prompt_key, arguments.chat
+    )
+
+
+def generation_options(arguments: argparse.Namespace, **more: Any) -> Any:
+    """The GenerationOptions that the options ask for, with `more` of a command's own."""
+    from megatron_fbt.inference.text import GenerationOptions
+
+    names = ("regime", "fused_passes", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    return GenerationOptions(**{name: getattr(arguments, name) for name in names}, **more)

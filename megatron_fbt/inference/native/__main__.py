@@ -7,7 +7,7 @@ import traceback
 from typing import List, Optional
 
 from megatron_fbt.errors import FBTError
-from megatron_fbt.inference.command_line import add_generation_options
+from megatron_fbt.inference.command_line import add_generation_options, generation_options, prompt_source
 
 EXAMPLE = """examples:
   python -m megatron_fbt.inference.native --checkpoint runs/demo/run --regime soft --prompt "def main("
@@ -44,14 +44,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Parse the command line and generate; returns the exit code."""
     arguments = build_parser().parse_args(argv)
     from megatron_fbt.inference.native.run import NativeRequest, run  # here: --help does not wait for torch
-    from megatron_fbt.inference.prompts import PromptSource
-    from megatron_fbt.inference.text import GenerationOptions
 
-    names = ("regime", "fused_passes", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     request = NativeRequest(
         arguments.checkpoint,
-        PromptSource(arguments.prompt, arguments.prompt_file, arguments.prompts, arguments.prompt_key, arguments.chat),
-        GenerationOptions(**{name: getattr(arguments, name) for name in names}),
+        prompt_source(arguments),
+        generation_options(arguments),
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
         arguments.dtype,
