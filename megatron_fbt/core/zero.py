@@ -159,14 +159,21 @@ class _Unreduced(MegatronModule):
 
 
 def parameter_groups(config: OptimizerConfig, stage: FBTStage) -> List[Dict[str, Any]]:
-    """Matrices, vectors (no weight decay) and the fusion layer's matrices, with what a learning-rate schedule reads."""
+    """Matrices, vectors (no weight decay) and the fusion layer's matrices, with what a learning-rate schedule reads.
+
+    A stage without a fusion layer has a matrix in a group of its own instead: DeepSpeed reduces a norm over all stages
+    for each group, so each needs as many.
+    """
     sorted_params: Dict[Tuple[float, bool], List[torch.nn.Parameter]] = {}
     for name, param in stage.named_parameters():
         key = (0.0 if param.dim() == 1 else 1.0, name.startswith("fusion."))
         sorted_params.setdefault(key, []).append(param)
+    groups = [(wd_mult, fusion, params) for (wd_mult, fusion), params in sorted_params.items()]
+    if not stage.pre_process:
+        groups.append((1.0, False, [sorted_params[1.0, False].pop()]))
     return [
         {"params": params, "wd_mult": wd_mult, "weight_decay": config.weight_decay * wd_mult, FUSION_GROUP: fusion}
-        for (wd_mult, fusion), params in sorted_params.items()
+        for wd_mult, fusion, params in groups
     ]
 
 

@@ -18,9 +18,9 @@ def corpus(tmp_path_factory):
 
 def larger_gradient(steps, factor):
     """Multiply the gradient of one rank in these steps (counted from 1)."""
-    from megatron_fbt.training import optimizer
+    from megatron_fbt.training import buffer_optimizer
 
-    plain = optimizer.reduce_gradients
+    plain = buffer_optimizer.reduce_gradients
     at = {"step": 0}
 
     def reduce_gradients(model):
@@ -29,12 +29,12 @@ def larger_gradient(steps, factor):
                 param.main_grad.mul_(factor)
         return plain(model)
 
-    optimizer.reduce_gradients = reduce_gradients
+    buffer_optimizer.reduce_gradients = reduce_gradients
 
     def hook(trainer):
         at["step"] = trainer.state.step + 1
 
-    return hook, lambda: setattr(optimizer, "reduce_gradients", plain)
+    return hook, lambda: setattr(buffer_optimizer, "reduce_gradients", plain)
 
 
 def spoil_weight_before_save(trainer):

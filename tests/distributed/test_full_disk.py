@@ -76,6 +76,20 @@ def test_a_full_disk_ends_the_run_with_path_and_sizes_and_leaves_the_checkpoint_
     assert checkpoint_of(tmp_path / "copy", STEPS)
 
 
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_path(tmp_path, repository):
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o555)
+    (tmp_path / "config.yaml").write_text(dump_yaml(run_config(folder, write_corpus(tmp_path))))
+    (tmp_path / "train.py").write_text(TRAIN)
+    as_others = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
+    command = [*as_others, sys.executable, tmp_path / "train.py", tmp_path / "config.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(repository), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert f"run.dir = {str(folder)!r}: may not be written; change its permissions" in done.stderr
+    assert not list(folder.iterdir())
+
+
 LIMIT = 20_000
 """Bytes to which a file of rank 1 may grow; its part of a checkpoint is larger."""
 

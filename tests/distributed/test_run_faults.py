@@ -97,17 +97,17 @@ class Faults:
     """
 
     def __init__(self, plan):
-        from megatron_fbt.training import optimizer, trainer
+        from megatron_fbt.training import buffer_optimizer, trainer
 
         self.plan, self.kind, self.changed = plan, None, {}
         self.rank = int(os.environ["RANK"])
-        self.plain = (optimizer.reduce_gradients, trainer.run_passes)
-        optimizer.reduce_gradients, trainer.run_passes = self.reduce_gradients, self.run_passes
+        self.plain = (buffer_optimizer.reduce_gradients, trainer.run_passes)
+        buffer_optimizer.reduce_gradients, trainer.run_passes = self.reduce_gradients, self.run_passes
 
     def undo(self):
-        from megatron_fbt.training import optimizer, trainer
+        from megatron_fbt.training import buffer_optimizer, trainer
 
-        optimizer.reduce_gradients, trainer.run_passes = self.plain
+        buffer_optimizer.reduce_gradients, trainer.run_passes = self.plain
 
     def __call__(self, trainer):
         step = trainer.state.step + 1
@@ -336,7 +336,8 @@ def test_a_stop_through_the_launcher_leaves_one_checkpoint_and_a_quiet_console(t
     assert status["state"] == "stopped" and status["last_checkpoint"] == checkpoint.name
     assert len(rows_of(tmp_path / "run")) == status["step"] == int(checkpoint.name[5:])
     assert all(line.startswith("megatron_fbt.launch:") for line in errors.splitlines()), errors
-    ours = ("opening the data", "building the model", "training from", "step ", "saved ", "stopped by a signal")
+    ours = ("opening the data", "building the model", "training from", "memory of this process", "step ", "saved ")
+    ours += ("stopped by a signal",)
     table = output.index("opening the data")
     assert all(line.startswith(ours) for line in output[table:].splitlines()), output
     assert output.count("stopped by a signal") == 1
