@@ -145,10 +145,11 @@ def sharding_problems(config: PretrainConfig) -> List[str]:
     chosen = f"optimizer.sharding = {optimizer.sharding!r}"
     problems = []
     stages = parallel.pipeline_model_parallel_size
-    if stages > 1:
+    if optimizer.sharding != "zero1" and stages > 1:
         problems.append(
-            f"{chosen}: DeepSpeed's sharding is not available over pipeline stages in this version, and "
-            f"parallel.pipeline_model_parallel_size = {stages}; set that to 1, or optimizer.sharding to megatron"
+            f"{chosen}: DeepSpeed shards gradients during the backward, which pipeline stages cannot agree on, and "
+            f"parallel.pipeline_model_parallel_size = {stages}; set that to 1, or optimizer.sharding to zero1 or "
+            "megatron"
         )
     if parallel.overlap_grad_reduce:
         problems.append(

@@ -59,7 +59,9 @@ def memory_report(config: PretrainConfig, data_parallel_size: int, vocab_size: i
 
 def _allowed(config: PretrainConfig, sharding: str) -> bool:
     staged = config.parallel.pipeline_model_parallel_size > 1
-    return not (config.optimizer.type == "muon" and sharding != "none") and not (staged and sharding in ZERO_STAGES)
+    return not (config.optimizer.type == "muon" and sharding != "none") and not (
+        staged and ZERO_STAGES.get(sharding, 1) > 1
+    )
 
 
 def rank_memory(

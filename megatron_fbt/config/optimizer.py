@@ -15,8 +15,7 @@ class OptimizerConfig(Section):
     one matrix); AdamW steps embedding, output head and norms. Needs whole matrices on every process."""
     sharding: Literal["none", "megatron", "zero1", "zero2", "zero3"] = "none"
     """What is split over data-parallel ranks. megatron: optimizer states, by Megatron-Core's distributed optimizer.
-    zero1: the same, by DeepSpeed. zero2: gradients as well. zero3: weights as well. All three without pipeline
-    stages."""
+    zero1: the same, by DeepSpeed. zero2: gradients as well, zero3: parameters as well; both without pipeline stages."""
     offload: bool = False
     """With zero1, zero2 or zero3: keep optimizer states and master weights in the memory of the CPU."""
     deepspeed_config: Optional[str] = None

@@ -12,11 +12,14 @@ from tests.distributed.zero_case import MODELS, STEPS, Job, run_jobs, tensors
 GRIDS = [
     Grid(data=2),
     Grid(tensor=2, data=2, sequence_parallel=True),
+    Grid(pipeline=2, data=2),
+    Grid(tensor=2, pipeline=2, data=2, sequence_parallel=True),
 ]
 
 
-SHARDINGS = ["none", "megatron", "zero1", "zero2", "zero3"]
-"""Plain first."""
+def shardings(grid: Grid) -> list:
+    """What can be used in a layout, plain first."""
+    return ["none", "megatron", "zero1"] + (["zero2", "zero3"] if grid.pipeline == 1 else [])
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +30,7 @@ def results(tmp_path_factory):
     def of(grid: Grid) -> dict:
         if grid not in found:
             root = tmp_path_factory.mktemp(f"zero_{grid}")
-            keys = [(model, sharding) for model in MODELS for sharding in SHARDINGS]
+            keys = [(model, sharding) for model in MODELS for sharding in shardings(grid)]
             jobs = [Job(model, sharding, root / f"{model}_{sharding}") for model, sharding in keys]
             ranks = run_distributed(run_jobs, grid.world_size, grid, jobs, timeout=400)
             found[grid] = {key: ([rank[n] for rank in ranks], jobs[n].save) for n, key in enumerate(keys)}
@@ -36,7 +39,12 @@ def results(tmp_path_factory):
     return of
 
 
-CELLS = [(grid, model, sharding) for grid in GRIDS for model in MODELS for sharding in SHARDINGS[1:]]
+CELLS = [
+    pytest.param(grid, model, sharding, marks=[pytest.mark.slow] if grid.world_size > 4 else [])
+    for grid in GRIDS
+    for model in MODELS
+    for sharding in shardings(grid)[1:]
+]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -77,7 +85,7 @@ def test_memory_is_what_the_report_expects(results, grid, model, sharding):
 
 OFFLOAD = {"optimizer.offload": True}
 FAULTS = {
-    **{f"{fault} {sharding}": (sharding, fault, {}) for fault in ("nan", "spike") for sharding in SHARDINGS},
+    **{f"{fault} {sharding}": (sharding, fault, {}) for fault in ("nan", "spike") for sharding in shardings(Grid())},
     **{f"offload {sharding}": (sharding, None, OFFLOAD) for sharding in ("zero1", "zero2", "zero3")},
     "offload none": ("none", None, {}),
 }
@@ -112,6 +120,7 @@ def test_steps_that_are_skipped_and_states_off_the_gpu(faults, name):
 LOW = [
     (Grid(data=2), ["none", "megatron", "zero1", "zero2", "zero3"]),
     (Grid(tensor=2, data=2, sequence_parallel=True), ["none", "zero1", "zero2", "zero3"]),
+    pytest.param(Grid(tensor=2, pipeline=2, sequence_parallel=True), ["none", "zero1"], marks=pytest.mark.slow),
 ]
 
 

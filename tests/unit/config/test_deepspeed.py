@@ -96,7 +96,7 @@ def test_a_missing_file_is_named_by_the_checks(tmp_path):
             {"optimizer.sharding": "zero2", "parallel.pipeline_model_parallel_size": 2},
             "pipeline_model_parallel_size = 2",
         ),
-        ({"optimizer.sharding": "zero3", "parallel.pipeline_model_parallel_size": 2}, "sharding to megatron"),
+        ({"optimizer.sharding": "zero3", "parallel.pipeline_model_parallel_size": 2}, "zero1 or megatron"),
         ({"optimizer.sharding": "zero1", "parallel.overlap_grad_reduce": True}, "overlap_grad_reduce = true"),
         ({"optimizer.sharding": "zero1", "optimizer.type": "muon"}, "optimizer.sharding = 'zero1'"),
         ({"optimizer.sharding": "none", "optimizer.offload": True}, "optimizer.offload = "),
