@@ -1,14 +1,17 @@
-"""Runs a function in several real gloo processes and brings back values, tracebacks and nothing else."""
+"""Runs a function in several real gloo processes and brings back values, tracebacks and what they print."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import socket
+import sys
+import tempfile
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any, Callable, List
+from typing import Any, Callable, Iterator, List
 
 _GRACE_S = 2.0
 """After the first failure the other ranks get this long to report theirs, which often names the real cause."""
@@ -46,22 +49,44 @@ def run_distributed(
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     processes, receivers = [], []
     deadline = time.monotonic() + timeout
-    try:
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_worker, args=(rank, world_size, payload, sender, environment, timeout, init_group), daemon=True
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            receivers.append(receiver)
-        return _collect(processes, receivers, deadline, timeout)
-    finally:
-        _end(processes)
+    with _shown_here() as logs:
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_worker,
+                    args=(rank, world_size, payload, sender, logs, environment, timeout, init_group),
+                    daemon=True,
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                receivers.append(receiver)
+            return _collect(processes, receivers, deadline, timeout)
+        finally:
+            _end(processes)
 
 
-def _worker(rank, world_size, payload, sender, environment, timeout, init_group):
+@contextlib.contextmanager
+def _shown_here() -> Iterator[List[str]]:
+    """Files for what processes print and complain; afterwards it is said again, by this process.
+
+    Processes of the fork server would write to wherever it wrote when it began, in an earlier test.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+        try:
+            yield logs
+        finally:
+            for path, stream in zip(logs, (sys.stdout, sys.stderr)):
+                with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+                    stream.write(file.read())
+                stream.flush()
+
+
+def _worker(rank, world_size, payload, sender, logs, environment, timeout, init_group):
+    for descriptor, path in enumerate(logs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     # TCPStore of the parent process: keeps torch's env:// start from opening a second one on rank 0.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

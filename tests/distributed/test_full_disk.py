@@ -68,7 +68,7 @@ def test_a_full_disk_ends_the_run_with_path_and_sizes_and_leaves_the_checkpoint_
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     full, freed = json.loads(done.stdout.splitlines()[-1])
-    assert full == [4, ["latest", "step_00000004"], "step_00000004"]
+    assert full == [4, ["latest", "step_00000004"], "step_00000004"], done.stderr
     assert f"cannot write the checkpoint {run}/checkpoints/.step_00000008." in done.stderr
     assert "No space left on device" in done.stderr and "free there" in done.stderr, done.stderr
     assert freed == [0, ["latest", "step_00000004", "step_00000008", f"step_{STEPS:08d}"], f"step_{STEPS:08d}"]
