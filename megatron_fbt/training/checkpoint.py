@@ -91,6 +91,8 @@ class Checkpointer:
         """More that the manifest is to hold."""
         self.guard: Callable[[], None] = lambda: None
         """Called on rank 0 before something is changed in the folder."""
+        self.before_publishing: Callable[[], None] = lambda: None
+        """Called on rank 0 before a checkpoint becomes visible."""
         self._pending: Optional[PendingSave] = None
         self._staging = Staging()
 
@@ -164,6 +166,7 @@ class Checkpointer:
 
     def _publish(self, pending: PendingSave, parts: List[Written]) -> Path:
         self.guard()
+        self.before_publishing()
         try:
             files = pending.planned.finish(parts)
         except OSError as error:

@@ -1,10 +1,12 @@
 """metrics.jsonl: one JSON object for each executed training step."""
 
+import contextlib
 import json
 import math
 import os
+from collections import deque
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Union
+from typing import Any, Deque, Dict, List, Mapping, Union
 
 
 def json_ready(value: Any) -> Any:
@@ -81,12 +83,14 @@ def read_metrics(path: Union[str, Path]) -> List[Dict[str, Any]]:
 class MetricsLog:
     """Append-only log of training steps, one JSON object a line.
 
-    Only one process of a run writes it. Every row has the field `step`.
+    Only one process of a run writes it. Every row has the field `step`. A row that cannot be written waits for the next
+    attempt, so that none is lost while a disk is full.
     """
 
     def __init__(self, path: Union[str, Path]) -> None:
         self._path = Path(path)
         self._file = None
+        self._waiting: Deque[str] = deque()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row and hand it to the operating system at once.
@@ -95,16 +99,30 @@ class MetricsLog:
             row: field names and values, see `json_ready`; a non-finite number is written as null.
 
         Raises:
-            OSError: with the path of the file.
+            OSError: with the path of the file; the row waits.
         """
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._mend_last_line()
-            self._file = open(self._path, "a", encoding="utf-8")
+        self._waiting.append(json.dumps(json_ready(row), allow_nan=False) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that wait.
+
+        Raises:
+            OSError: with the path of the file; those that could not be written go on waiting.
+        """
         try:
-            self._file.write(json.dumps(json_ready(row), allow_nan=False) + "\n")
-            self._file.flush()
+            while self._waiting:
+                if self._file is None:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    self._mend_last_line()
+                    self._file = open(self._path, "a", encoding="utf-8")
+                self._file.write(self._waiting[0])
+                self._file.flush()
+                self._waiting.popleft()
         except OSError as error:
+            with contextlib.suppress(OSError):  # the row's part that is still in the file's buffer
+                self.close()
+            self._file = None
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def cut_after(self, step: int) -> int:

@@ -1,7 +1,6 @@
 """What rank 0 of a run writes: console, metrics.jsonl, status.json, TensorBoard."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
@@ -10,6 +9,7 @@ from megatron_fbt.config.memory_report import rank_memory
 from megatron_fbt.config.parameter_count import stage_parameters
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.console import TimeLeft, console_line
 from megatron_fbt.training.flops import step_flops
 from megatron_fbt.training.health import warnings
@@ -42,8 +42,10 @@ class Reporter:
         self.last_row: Dict = {}
         self.last_checkpoint: Optional[str] = None
         self.metrics: Optional[MetricsLog] = None
+        self.skips = MetricsLog(self.folder / "skipped.jsonl")
         self.tensorboard: Optional[TensorBoardLog] = None
         self._memory_said = False
+        self._full_said = False
 
     def say(self, message: str) -> None:
         """One line for the user."""
@@ -123,17 +125,43 @@ class Reporter:
         row["tokens_per_second"] = tokens / seconds
         flops = step_flops(self.config.model, self.plan.sequence_length, self.plan.vocab_size, tokens, row["passes"])
         row["model_tflops"] = flops / seconds / 1e12
-        self.metrics.append(row)
-        self.tensorboard.log_row(row)
         self.time_left.add_step(seconds, tokens, row["passes"])
         self.last_row = row
         eta = self._eta(state)
-        self.status("running", eta)
+        self._write(lambda: self.metrics.append(row))
+        self._write(lambda: self.tensorboard.log_row(row))
+        self._write(lambda: self.status("running", eta))
         last = row["step"] == self.plan.train_steps
         if row["step"] % self.config.logging.log_interval == 0 or last or "validation_loss_pass_1" in row:
             print(console_line(row, self.plan.train_steps, eta), flush=True)
         for warning in warnings(row, self.config.feedback):
             print(f"warning: {warning}", flush=True)
+
+    def _write(self, action: Callable[[], None]) -> None:
+        """Do without a file for now that cannot be written: training may go on until the next checkpoint."""
+        try:
+            action()
+        except OSError as error:
+            if not self._full_said:
+                self.say(f"warning: {error}; rows of metrics.jsonl wait, at the latest until the next checkpoint")
+            self._full_said = True
+
+    def flush(self) -> None:
+        """Write the rows of metrics.jsonl that wait for space; a checkpoint is not to be ahead of them.
+
+        Raises:
+            CheckpointError: there is still none.
+        """
+        if not self.active or self.metrics is None:
+            return
+        try:
+            self.metrics.flush()
+            self.skips.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write the rows before a checkpoint: {error}; free space and resume"
+            ) from error
+        self._full_said = False
 
     def memory(self, measure: Callable[[], HeldBytes]) -> None:
         """Say once what this process holds, and what it is expected to; a sleeping fusion layer has no moments yet."""
@@ -157,8 +185,7 @@ class Reporter:
             return
         print(f"warning: step {step} is skipped (samples {first_sample} to {last_sample}): {reason}", flush=True)
         row = {"step": step, "first_sample": first_sample, "last_sample": last_sample, "reason": reason}
-        with open(self.folder / "skipped.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._write(lambda: self.skips.append(row))
 
     def went_back(self, state: TrainerState, why: str) -> None:
         """Note a return to an older checkpoint; the logs go on from its step."""
@@ -197,6 +224,7 @@ class Reporter:
         self.status(run_state)
         if run_state == "finished" and self.state.pass_counts:
             self.say(self.state.describe_passes())
+        self.skips.close()
         if self.metrics is not None:
             self.metrics.close()
         if self.tensorboard is not None:

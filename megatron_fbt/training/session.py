@@ -88,6 +88,7 @@ def _train(config, plan, tokenizer, layout, planned, lease: Lease, reporter: Rep
     reporter.say(f"building the model: {plan.parameters:,} parameters, {plan.largest_rank_parameters:,} on one process")
     trainer = Trainer(config, plan, layout, datasets, tokenizer.eod)
     trainer.guard, trainer.checkpointer.guard = lease.check_noticed, lease.check
+    trainer.checkpointer.before_publishing = reporter.flush
     fingerprint = data_fingerprint(config, tokenizer)
     trainer.checkpointer.facts["data"] = fingerprint
     if point.checkpoint is not None:

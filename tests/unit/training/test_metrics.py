@@ -108,6 +108,19 @@ def test_a_full_disk_is_told_with_the_file():
         log.append({"step": 1})
 
 
+def test_rows_that_find_no_space_wait_for_it(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"step": 1})
+    log._file = open("/dev/full", "w")
+    with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
+        log.append({"step": 2})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": ')  # what of the row has found space
+    log.append({"step": 3})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+
+
 def test_a_failed_replacement_is_told_with_the_file(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
