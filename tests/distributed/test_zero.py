@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fbt.hf.convert import Conversion, convert_checkpoint
 from tests.distributed.launch import run_distributed
 from tests.distributed.model_case import Grid
 from tests.distributed.zero_case import MODELS, STEPS, Job, run_jobs, tensors
+from tests.unit.hf.exports import LetterTokenizer, load
+
+VOCAB = 1003
 
 GRIDS = [
     Grid(data=2),
@@ -72,6 +76,17 @@ def test_weights_and_states_equal_plain_training(results, grid, model, sharding)
     assert any(name.startswith("optimizer.exp_avg_sq.fusion") for name in expected)
     for name, value in expected.items():
         assert relative(found[name], value) <= 1e-4, name
+
+
+@pytest.mark.parametrize("grid, model, sharding", CELLS, ids=lambda value: str(value))
+def test_exports_have_the_logits_of_the_training_model(results, tmp_path, grid, model, sharding):
+    _, folder = results(grid)[model, sharding]
+    (checkpoint,) = folder.glob("step_*")
+    LetterTokenizer(VOCAB).save_for_huggingface(folder.parent / "tokenizer")
+    report = convert_checkpoint(checkpoint, tmp_path / "export", Conversion(verify=True))
+    assert report["vocab_size"] == VOCAB and report["verification"]["passed"], report
+    found = load(tmp_path / "export").state_dict()
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) == (model == "tied")
 
 
 @pytest.mark.parametrize("grid, model, sharding", CELLS, ids=lambda value: str(value))

@@ -57,7 +57,8 @@ class Job:
     def case(self) -> Case:
         """Its model and recipe."""
         batch = {"training.micro_batch_size": 2, "training.global_batch_size": 16}
-        more = dict(self.more)
+        tokenizer = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": str(self.save.parent / "tokenizer")}
+        more = {**tokenizer, **self.more}
         if self.sharding == "zero3" and self.model == "untied":  # by default it shards no small weights
             added = self.save.with_suffix(".json")
             added.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
