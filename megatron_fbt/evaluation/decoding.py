@@ -5,9 +5,9 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from megatron_fbt.inference.sampling import FiniteLogits
+from megatron_fbt.inference.sampling import FiniteLogits, SeededSampling
 from megatron_fbt.inference.text import decode_continuation
 
 
@@ -61,41 +61,12 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
-class KeyedSampling(LogitsProcessor):
-    """Sampling as an arg-max over logits with Gumbel noise of each row's own generator.
-
-    So a row's tokens depend on its key alone, not on the rows beside it.
-
-    Args:
-        keys: Seed of each row.
-        decoding: Temperature, top_k and top_p.
-    """
-
-    def __init__(self, keys: Sequence[int], decoding: Decoding) -> None:
-        self.generators = [torch.Generator().manual_seed(key) for key in keys]
-        self.decoding = decoding
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logits = scores.float().cpu() / self.decoding.temperature
-        if self.decoding.top_k:
-            least = logits.topk(min(self.decoding.top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        if self.decoding.top_p < 1:
-            ordered, order = logits.sort(descending=True)
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            out = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= self.decoding.top_p)
-            logits = logits.masked_fill(out, -torch.inf)
-        noise = torch.stack([torch.rand(logits.shape[1], generator=one) for one in self.generators])
-        gumbel = -torch.log(-torch.log(noise.clamp(1e-20, 1 - 1e-7)))
-        return (logits + gumbel).to(scores.device)
-
-
 @torch.no_grad()
 def continue_prompts(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[List[int]],
-    keys: Sequence[int],
+    seeds: Sequence[int],
     decoding: Decoding,
     regime: str,
     fused_passes: int = 1,
@@ -106,7 +77,7 @@ def continue_prompts(
         model: An exported model.
         tokenizer: Its tokenizer.
         prompts: Token ids, each at least one.
-        keys: Seed of each row's sampling.
+        seeds: Of the rows' sampling, see choose_tokens.
         decoding: Until when, and how.
         regime, fused_passes: As in the model's generate.
 
@@ -126,7 +97,7 @@ def continue_prompts(
         options["stopping_criteria"] = StoppingCriteriaList([StopStrings(tokenizer, decoding.until, width)])
     processors = LogitsProcessorList([FiniteLogits()])
     if decoding.temperature > 0:
-        processors.append(KeyedSampling(keys, decoding))
+        processors.append(SeededSampling(decoding.temperature, decoding.top_k, decoding.top_p, seeds, width))
     output = model.generate(
         ids.to(model.device),
         attention_mask=keep.to(model.device),

@@ -176,10 +176,10 @@ class FBTLM(TemplateLM):
 
     def _continue(self, batch: Sequence[Tuple]) -> List[Continuation]:
         prompts, settings = [job[1] for job in batch], batch[0][2]
-        keys = [zlib.crc32(repr((self.seed, *job[3])).encode()) for job in batch]
+        seeds = [zlib.crc32(repr((self.seed, *job[3])).encode()) for job in batch]
         decoding = decoding_of(settings)
         return continue_prompts(
-            self.network, self.tokenizer, prompts, keys, decoding, self.how.regime, self.how.fused_passes
+            self.network, self.tokenizer, prompts, seeds, decoding, self.how.regime, self.how.fused_passes
         )
 
     def _row(self, context: List[int], continuation: List[int], prompt: int) -> ScoredRow:

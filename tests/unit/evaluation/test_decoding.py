@@ -7,7 +7,8 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_fbt.errors import BadNumbersError
-from megatron_fbt.evaluation.decoding import Decoding, KeyedSampling, continue_prompts, tokens_until
+from megatron_fbt.evaluation.decoding import Decoding, continue_prompts, tokens_until
+from megatron_fbt.inference.sampling import SeededSampling
 from tests.unit.evaluation.models import CharacterTokenizer, ids_of, text_config, text_of, text_reference, text_weights
 from tests.unit.hf.exports import make_model
 
@@ -26,8 +27,8 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def run(model, tokenizer, prompts, decoding, regime="soft", keys=None):
-    return continue_prompts(model, tokenizer, prompts, keys or range(len(prompts)), decoding, regime)
+def run(model, tokenizer, prompts, decoding, regime="soft", seeds=None):
+    return continue_prompts(model, tokenizer, prompts, seeds or range(len(prompts)), decoding, regime)
 
 
 @pytest.mark.parametrize("regime", ["standard", "soft"])
@@ -84,18 +85,18 @@ def test_end_of_text_ends_a_row(model, tokenizer):
 
 def test_sampled_rows_do_not_depend_on_the_batch(model, tokenizer):
     settings = Decoding(max_new_tokens=12, temperature=1.5, top_p=0.9, top_k=40)
-    together = [one.text for one in run(model, tokenizer, PROMPTS, settings, keys=[5, 6, 7, 8])]
-    alone = [run(model, tokenizer, [one], settings, keys=[key])[0].text for one, key in zip(PROMPTS, (5, 6, 7, 8))]
+    together = [one.text for one in run(model, tokenizer, PROMPTS, settings, seeds=[5, 6, 7, 8])]
+    alone = [run(model, tokenizer, [one], settings, seeds=[seed])[0].text for one, seed in zip(PROMPTS, (5, 6, 7, 8))]
     assert together == alone
-    assert together != [one.text for one in run(model, tokenizer, PROMPTS, settings, keys=[1, 2, 3, 4])]
+    assert together != [one.text for one in run(model, tokenizer, PROMPTS, settings, seeds=[1, 2, 3, 4])]
 
 
 def test_sampling_has_the_right_frequencies():
     """4000 draws: four standard deviations of a share are below 0.032."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
-    def shares(**options):
-        rows = KeyedSampling(range(4000), Decoding(temperature=2.0, **options))(None, logits.expand(4000, 4))
+    def shares(top_k=0, top_p=1.0):
+        rows = SeededSampling(2.0, top_k, top_p, range(4000), 0)(torch.empty(4000, 0), logits.expand(4000, 4))
         return torch.bincount(rows.argmax(-1), minlength=4) / 4000
 
     expected = (logits / 2).softmax(-1)
