@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import ConfigError
@@ -14,13 +14,36 @@ DECIDED = {
     "optimizer": "optimizer.type, optimizer.lr and their neighbours",
     "scheduler": "optimizer.lr_decay_style and its neighbours",
     "fp16": "precision.dtype",
+    "bf16": "precision.dtype",
     "amp": "precision.dtype",
+    "torch_autocast": "precision.dtype",
+    "data_types": "precision.dtype",
     "activation_checkpointing": "memory.recompute",
     "pipeline": "parallel.pipeline_model_parallel_size",
     "sequence_parallel_size": "parallel.sequence_parallel",
     "checkpoint": "the checkpoint section",
+    "zero_optimization.offload_optimizer": "optimizer.offload",
 }
 """Parts of DeepSpeed's configuration that fields of ours decide, and which."""
+SWITCHED_OFF = ("auto", False, {"enabled": False}, {"enabled": "auto"}, {"device": "none"})
+"""Values of such a part that contradict nothing."""
+HANDED_ON: Dict[str, type] = {
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "zero_optimization.reduce_bucket_size": int,
+    "zero_optimization.allgather_bucket_size": int,
+    "zero_optimization.allgather_partitions": bool,
+    "zero_optimization.reduce_scatter": bool,
+    "zero_optimization.contiguous_gradients": bool,
+    "zero_optimization.sub_group_size": int,
+    "zero_optimization.stage3_prefetch_bucket_size": int,
+    "zero_optimization.stage3_param_persistence_threshold": int,
+    "zero_optimization.stage3_model_persistence_threshold": int,
+    "zero_optimization.stage3_max_live_parameters": int,
+    "zero_optimization.stage3_max_reuse_distance": int,
+    "zero_optimization.offload_optimizer.pin_memory": bool,
+}
+"""What a user may set: buffers and messages, nothing that changes numbers."""
 
 
 def deepspeed_settings(config: PretrainConfig, data_parallel_size: int) -> Dict[str, Any]:
@@ -41,7 +64,7 @@ def deepspeed_settings(config: PretrainConfig, data_parallel_size: int) -> Dict[
     if path is None:
         return settings
     added = _read(path)
-    problems = _batch_problems(config, data_parallel_size, added) + _contradictions(added, settings)
+    problems = _batch_problems(config, data_parallel_size, added) + _contradictions(added, settings, "")
     if problems:
         raise ConfigError(f"optimizer.deepspeed_config = {path!r}: " + "; ".join(problems))
     return _merged(added, settings)
@@ -70,7 +93,7 @@ def _generated(config: PretrainConfig) -> Dict[str, Any]:
 
 def _read(path: str) -> Dict[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
         raise ConfigError(f"optimizer.deepspeed_config = {path!r}: {reason}; give a JSON file") from error
@@ -102,38 +125,48 @@ def _batch_problems(config: PretrainConfig, data_parallel_size: int, added: Dict
     return problems
 
 
-def _contradictions(added: Dict[str, Any], settings: Dict[str, Any]) -> List[str]:
-    problems = [
-        f"{name} is decided by {field}; leave it out"
-        for name, field in DECIDED.items()
-        if name in added and added[name] not in ({"enabled": False}, False)
-    ]
-    for path, theirs, ours in _shared_leaves(added, settings, ()):
-        if theirs not in ("auto", ours):
-            problems.append(f"{path} = {theirs!r}, but this run needs {ours!r}; leave it out")
+def _contradictions(added: Dict[str, Any], settings: Dict[str, Any], inside: str) -> List[str]:
+    """What is wrong with a part of the user's configuration, beside the same part of ours."""
+    problems = []
+    for name, theirs in sorted(added.items()):
+        path, ours = inside + name, settings.get(name)
+        if path in DECIDED and ours is None:
+            if theirs not in SWITCHED_OFF:
+                problems.append(f"{path} is decided by {DECIDED[path]}; leave it out")
+        elif isinstance(ours, dict):
+            if isinstance(theirs, dict):
+                problems += _contradictions(theirs, ours, f"{path}.")
+            elif theirs != "auto":
+                problems.append(f"{path} = {theirs!r}: no JSON object; give one, or leave it out")
+        elif name in settings:
+            if theirs not in ("auto", ours):
+                problems.append(f"{path} = {theirs!r}, but this run needs {ours!r}; leave it out")
+        elif path not in HANDED_ON:
+            problems.append(
+                f"{path} is nothing that is handed on to DeepSpeed; leave it out (docs/sharding.md has what is)"
+            )
+        elif theirs != "auto" and not _fits(theirs, HANDED_ON[path]):
+            kind = "true or false" if HANDED_ON[path] is bool else "a whole number from 0 on"
+            problems.append(f"{path} = {theirs!r}: must be {kind}")
     return problems
 
 
-def _shared_leaves(
-    added: Dict[str, Any], settings: Dict[str, Any], path: Tuple[str, ...]
-) -> List[Tuple[str, Any, Any]]:
-    """Values that both give: dotted name, the user's, ours."""
-    found = []
-    for name in added.keys() & settings.keys():
-        theirs, ours, here = added[name], settings[name], (*path, name)
-        if isinstance(theirs, dict) and isinstance(ours, dict):
-            found += _shared_leaves(theirs, ours, here)
-        else:
-            found.append((".".join(here), theirs, ours))
-    return sorted(found, key=lambda leaf: leaf[0])
+def _fits(value: Any, kind: type) -> bool:
+    """Whether a JSON value is of a kind; 5e8 is a whole number."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, (int, float)) and value >= 0 and value == value // 1
 
 
-def _merged(added: Dict[str, Any], settings: Dict[str, Any]) -> Dict[str, Any]:
-    """The user's values, with ours where both give one."""
-    merged = {name: value for name, value in added.items() if name not in DECIDED}
-    for name, ours in settings.items():
-        both = isinstance(ours, dict) and isinstance(merged.get(name), dict)
-        merged[name] = _merged(merged[name], ours) if both else ours
+def _merged(added: Dict[str, Any], settings: Dict[str, Any], inside: str = "") -> Dict[str, Any]:
+    """Our values, and what the user adds to them."""
+    merged = dict(settings)
+    for name, theirs in added.items():
+        path, ours = inside + name, settings.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            merged[name] = _merged(theirs, ours, f"{path}.")
+        elif path in HANDED_ON and theirs != "auto":
+            merged[name] = HANDED_ON[path](theirs)
     return merged
 
 

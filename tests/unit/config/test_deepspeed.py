@@ -1,11 +1,12 @@
 """The configuration that DeepSpeed gets, and what a user may add to it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megatron_fbt.config.checks import validate_config
-from megatron_fbt.config.deepspeed import deepspeed_settings
+from megatron_fbt.config.deepspeed import HANDED_ON, deepspeed_settings
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.errors import ConfigError
 
@@ -45,6 +46,29 @@ def test_what_a_user_adds_is_merged(tmp_path):
     assert settings["zero_optimization"]["overlap_comm"] is False
 
 
+def test_what_is_switched_off_or_left_to_us_is_accepted(tmp_path):
+    added = {
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "amp": False,
+        "zero_optimization": {"stage": "auto", "sub_group_size": 5e8, "reduce_bucket_size": "auto"},
+    }
+    settings = deepspeed_settings(zero("zero3", added="\ufeff" + json.dumps(added), folder=tmp_path), 2)
+    assert settings["zero_optimization"] == {"stage": 3, "overlap_comm": False, "sub_group_size": 500_000_000}
+    assert settings.keys() == deepspeed_settings(zero("zero3"), 2).keys()
+
+
+def test_memory_of_an_offloaded_optimizer_can_be_pinned(tmp_path):
+    added = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+    settings = deepspeed_settings(zero("zero2", added=added, folder=tmp_path, offload=True), 2)
+    assert settings["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+def test_the_page_has_what_is_handed_on():
+    page = (Path(__file__).parents[3] / "docs" / "sharding.md").read_text()
+    assert [path for path in HANDED_ON if f"`{path.removeprefix('zero_optimization.')}`" not in page] == []
+
+
 def test_batch_arithmetic_that_agrees_is_accepted(tmp_path):
     added = {
         "train_batch_size": 16,
@@ -69,6 +93,21 @@ def test_batch_arithmetic_that_agrees_is_accepted(tmp_path):
         ({"fp16": {"enabled": True}}, ["fp16 is decided by precision.dtype"]),
         ({"managed_gradient_accumulation": True}, ["managed_gradient_accumulation = True", "needs False"]),
         ({"train_batch_size": 8, "fp16": {"enabled": True}}, ["train_batch_size = 8", "fp16"]),
+        ({"bf16": {"enabled": True}}, ["bf16 is decided by precision.dtype"]),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ["data_types is decided by precision.dtype"]),
+        ({"torch_autocast": {"enabled": True}}, ["torch_autocast is decided by precision.dtype"]),
+        ({"no_such_key": 5}, ["no_such_key is nothing that is handed on", "docs/sharding.md"]),
+        ({"prescale_gradients": True}, ["prescale_gradients is nothing that is handed on"]),
+        ({"zero_optimization": {"reduce_bucket_sizes": 5}}, ["zero_optimization.reduce_bucket_sizes is nothing"]),
+        ({"zero_optimization": {"mics_shard_size": 1}}, ["zero_optimization.mics_shard_size is nothing"]),
+        ({"zero_optimization": {"reduce_bucket_size": "big"}}, ["reduce_bucket_size = 'big'", "whole number"]),
+        ({"zero_optimization": {"reduce_bucket_size": -5}}, ["reduce_bucket_size = -5", "whole number"]),
+        ({"zero_optimization": {"reduce_bucket_size": True}}, ["reduce_bucket_size = True", "whole number"]),
+        ({"zero_optimization": {"reduce_bucket_size": 1e999}}, ["reduce_bucket_size = inf", "whole number"]),
+        ({"zero_optimization": {"reduce_scatter": 1}}, ["reduce_scatter = 1", "true or false"]),
+        ({"zero_optimization": 3}, ["zero_optimization = 3: no JSON object"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, ["decided by optimizer.offload"]),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ["offload_param is nothing"]),
     ],
 )
 def test_contradictions_are_named(tmp_path, added, words):
