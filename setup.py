@@ -35,6 +35,7 @@ setup(
         "safetensors>=0.4.5",
         "tensorboard>=2.16",
         "rich>=13.7",
+        "xxhash>=3.0",
         "zstandard>=0.22",
     ],
     extras_require={

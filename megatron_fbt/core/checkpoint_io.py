@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 
@@ -12,14 +11,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_fbt.core.checkpoint_write import COMMON_FILE, FORMAT_FILE
-from megatron_fbt.core.manifest import Manifest, Progress, check_content, check_size, check_sizes, read_manifest
+from megatron_fbt.core.manifest import (
+    HashingReader,
+    Manifest,
+    check_content,
+    check_entry,
+    check_size,
+    check_sizes,
+    read_into,
+    read_manifest,
+)
 from megatron_fbt.core.pieces import Piece
 from megatron_fbt.core.safe_index import INDEX, read_index
-from megatron_fbt.core.tensor_archive import FileSlice, fill, find_elements
+from megatron_fbt.core.tensor_archive import FileSlice, find_elements, memory_of
 from megatron_fbt.errors import CheckpointError, DamagedCheckpointError
 
 TENSORS = ".distcp"
 """Ending of the names of files that hold tensors."""
+Read = Callable[[int, memoryview], None]
+"""Fills memory with a file's bytes from a place on."""
 
 
 class _Stretch(NamedTuple):
@@ -40,8 +50,8 @@ class _Stretch(NamedTuple):
 def read_pieces(pieces: Iterable[Piece], folder: Path, index: Metadata, verify: bool = True) -> None:
     """Read pieces into their place, whatever layout wrote them; needs no process group.
 
-    Every file is read once, and hashed meanwhile. After a failure what was read so far is in place: the caller must
-    not go on with it.
+    Every file is read once, and hashed from where it was read to. After a failure what was read so far is in place: the
+    caller must not go on with it.
 
     Args:
         pieces: what this rank is to have. Rows of padded ones that the checkpoint does not have become 0.
@@ -60,34 +70,31 @@ def read_pieces(pieces: Iterable[Piece], folder: Path, index: Metadata, verify: 
         for name, stretches in sorted(by_file.items()):
             stretches.sort(key=lambda stretch: stretch.place.offset)
             check_size(folder, name, manifest)
-            with open(folder / name, "rb", buffering=0) as file, _hashing(folder, name, manifest, verify) as passed:
+            with open(folder / name, "rb", buffering=0) as file, _reading(file, folder, name, manifest, verify) as read:
                 for stretch in stretches:
-                    passed(stretch.place.offset + stretch.place.length)
-                    _read_stretch(file, stretch)
+                    _read_stretch(file, read, stretch)
 
 
 @contextlib.contextmanager
-def _hashing(folder: Path, name: str, manifest: Manifest, verify: bool) -> Iterator[Callable[[int], None]]:
-    """Hash a file in a thread; what is read meanwhile follows it, so that it comes from the page cache.
+def _reading(file: BinaryIO, folder: Path, name: str, manifest: Manifest, verify: bool) -> Iterator[Read]:
+    """Read a file, and see that it is what was written.
 
     Yields:
-        Waits until the thread has passed a place in the file.
+        What fills memory from a place of the file on.
 
     Raises:
         DamagedCheckpointError: at the end, if the file is not what was written.
     """
     if not verify:
-        yield lambda place: None
+        yield lambda place, memory: read_into(file, place, memory)
         return
-    progress = Progress()
-    with ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(check_content, folder, name, manifest, progress)
-        try:
-            yield progress.wait_for
-        except Exception:
-            checked.result()  # the damage is the better reason
-            raise
-        checked.result()
+    reader = HashingReader(file)
+    try:
+        yield reader.read_into
+    except Exception:
+        check_entry(folder, name, manifest, reader.finish())  # the damage is the better reason
+        raise
+    check_entry(folder, name, manifest, reader.finish())
 
 
 def _stretches(piece: Piece, folder: Path, index: Metadata) -> List[_Stretch]:
@@ -129,7 +136,7 @@ def _stretches(piece: Piece, folder: Path, index: Metadata) -> List[_Stretch]:
     return found
 
 
-def _read_stretch(file: BinaryIO, stretch: _Stretch) -> None:
+def _read_stretch(file: BinaryIO, read: Read, stretch: _Stretch) -> None:
     """Read into the target; straight from the file into its memory where the bytes lie alike."""
     place, sizes, dtype, source, target = stretch
     archive = FileSlice(file, place.offset, place.length)
@@ -139,13 +146,13 @@ def _read_stretch(file: BinaryIO, stretch: _Stretch) -> None:
         return
     rows = source[0] if sizes else slice(0, 1)
     row = math.prod(sizes[1:])
-    file.seek(place.offset + begin + rows.start * row * dtype.itemsize)
+    first = place.offset + begin + rows.start * row * dtype.itemsize
     whole_rows = all(part == slice(0, size) for part, size in zip(source[1:], sizes[1:]))
     if whole_rows and target.dtype == dtype and target.is_cpu and target.is_contiguous():
-        fill(file, target)
+        read(first, memory_of(target))
         return
     part = torch.empty((rows.stop - rows.start, *sizes[1:]) if sizes else (), dtype=dtype)
-    fill(file, part)
+    read(first, memory_of(part))
     target.copy_(part[(slice(None), *source[1:])] if sizes else part)
 
 

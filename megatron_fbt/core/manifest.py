@@ -3,26 +3,26 @@
 Each process hashes what it writes while it writes it; rank 0 only gathers the entries.
 """
 
-import hashlib
+import contextlib
 import json
-import math
 import os
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Optional, Union
+from typing import Any, BinaryIO, Dict, Iterator, Optional, Union
+
+import xxhash
 
 from megatron_fbt.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-HASH = "sha256"
+HASH = "xxh3_128"
 BLOCK = 8 << 20
 """Bytes read at once."""
-BESIDE = 512 << 10
-"""Writes of at least so many bytes are hashed beside the write."""
+SYNCED_AT_ONCE = 64 << 20
+"""Bytes after which the disk begins to write."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FileEntry:
     size: int
     """Bytes."""
     digest: str
-    """SHA-256, in hexadecimal digits, as `sha256sum` prints it."""
+    """XXH3 of 128 bits, in hexadecimal digits, as `xxhsum -H2` prints it: it finds damage, at the speed of memory."""
 
 
 @dataclass(frozen=True)
@@ -51,34 +51,50 @@ class Manifest:
 
 
 class HashingFile:
-    """A file opened for writing, hashed on the way; large blocks are hashed in a thread beside their write."""
+    """A file opened for writing, hashed on the way.
+
+    The disk begins to write long before the end, so that the last sync has little left to wait for.
+    """
 
     def __init__(self, file: BinaryIO):
-        self._file, self._hash, self._size = file, hashlib.new(HASH), 0
-        self._pool: Optional[ThreadPoolExecutor] = None
+        self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
+        self._pool = ThreadPoolExecutor(1)
+        self._syncing: Optional[Future] = None
+        self._handed_over = 0
+        """Bytes that the disk has been asked to write."""
         self.failure: Optional[OSError] = None
         """Why a write failed; torch's own error would say that a position is unexpected."""
 
     def write(self, data: Union[bytes, memoryview]) -> int:
         """Append a block."""
         block = memoryview(data).cast("B")
-        if len(block) < BESIDE:
-            self._hash.update(block)
-            self._write_all(block)
-        else:
-            self._pool = self._pool or ThreadPoolExecutor(1)
-            hashed = self._pool.submit(self._hash.update, block)
-            try:
-                self._write_all(block)
-            finally:
-                hashed.result()
+        self._hash.update(block)
+        self._write_all(block)
         self._size += len(block)
+        self._begin_sync()
         return len(block)
 
     def _write_all(self, block: memoryview) -> None:
-        try:
+        with self._noting_failure():
             while block:
                 block = block[self._file.write(block) :]
+
+    def _begin_sync(self) -> None:
+        busy = self._syncing is not None and not self._syncing.done()
+        if not busy and self._size - self._handed_over >= SYNCED_AT_ONCE:
+            self._end_sync()
+            self._syncing, self._handed_over = self._pool.submit(os.fdatasync, self._file.fileno()), self._size
+
+    def _end_sync(self) -> None:
+        """Wait for the disk; an error is told once, so it must not get lost here."""
+        with self._noting_failure():
+            if self._syncing is not None:
+                self._syncing.result()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self.failure = error
             raise
@@ -92,13 +108,12 @@ class HashingFile:
         return self._file.fileno()
 
     def flush(self) -> None:
-        """Hand what is buffered to the operating system."""
-        self._file.flush()
+        """Wait for the syncs that were begun; nothing is buffered here."""
+        self._end_sync()
 
     def close(self) -> None:
         """Close the file."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
         self._file.close()
 
     @property
@@ -107,48 +122,76 @@ class HashingFile:
         return FileEntry(self._size, self._hash.hexdigest())
 
 
-class Progress:
-    """How far a file has been read, for others who wait for it."""
-
-    def __init__(self) -> None:
-        self._changed, self._done = threading.Condition(), 0.0
-
-    def reached(self, place: float) -> None:
-        """Tell that the bytes before a place have been read; infinity: nobody shall wait any longer."""
-        with self._changed:
-            self._done = place
-            self._changed.notify_all()
-
-    def wait_for(self, place: int) -> None:
-        """Wait until the bytes before a place have been read."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._done >= place)
-
-
-def hash_file(path: Path, progress: Optional[Progress] = None) -> FileEntry:
-    """Size and hash of a file as it is on the disk; a block is hashed while the next one is read.
+class HashingReader:
+    """A file that is read from front to back; every byte is hashed once, from the memory that it was read into.
 
     Args:
-        path: the file.
-        progress: told how far it is.
+        file: opened without buffering; others may read from it, too.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._hash, self._passed = file, xxhash.xxh3_128(), 0
+        self._block = bytearray(min(BLOCK, os.fstat(file.fileno()).st_size))
+
+    def read_into(self, place: int, memory: memoryview) -> None:
+        """Fill memory with the file's bytes from a place on.
+
+        Raises:
+            EOFError: The file ends before.
+        """
+        if place < self._passed:  # was read for somebody else, and hashed
+            read_into(self._file, place, memory)
+            return
+        self._pass_to(place)
+        for begin in range(0, len(memory), BLOCK):
+            self._pass(memory[begin : begin + BLOCK])
+
+    def _pass_to(self, place: int) -> None:
+        while self._passed < place:
+            self._pass(memoryview(self._block)[: place - self._passed])
+
+    def _pass(self, memory: memoryview) -> None:
+        read_into(self._file, self._passed, memory)
+        self._hash.update(memory)
+        self._passed += len(memory)
+
+    def finish(self) -> FileEntry:
+        """Read what is left; size and hash of the file.
+
+        Raises:
+            EOFError: The file has become shorter.
+        """
+        self._pass_to(os.fstat(self._file.fileno()).st_size)
+        return FileEntry(self._passed, self._hash.hexdigest())
+
+
+def read_into(file: BinaryIO, place: int, memory: memoryview) -> None:
+    """Fill memory with a file's bytes from a place on.
+
+    Args:
+        file: opened without buffering.
+        place: in bytes.
+        memory: of bytes.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    file.seek(place)
+    while memory:
+        count = file.readinto(memory)
+        if not count:
+            raise EOFError("the file ends too early")
+        memory = memory[count:]
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and hash of a file as it is on the disk.
 
     Raises:
         OSError: it cannot be read.
     """
-    digest, size = hashlib.new(HASH), 0
     with open(path, "rb", buffering=0) as file:
-        length = min(BLOCK, os.fstat(file.fileno()).st_size + 1)
-        block, other = bytearray(length), bytearray(length)
-        with ThreadPoolExecutor(1) as reader:
-            count = file.readinto(block)
-            while count:
-                following = reader.submit(file.readinto, other)
-                digest.update(memoryview(block)[:count])
-                size += count
-                if progress is not None:
-                    progress.reached(size)
-                count, block, other = following.result(), other, block
-    return FileEntry(size, digest.hexdigest())
+        return HashingReader(file).finish()
 
 
 def sync_path(path: Path) -> None:
@@ -220,27 +263,32 @@ def check_size(folder: Path, name: str, manifest: Manifest) -> None:
         raise DamagedCheckpointError(f"{path} {state}: the checkpoint is damaged; resume from an older one")
 
 
-def check_content(folder: Path, name: str, manifest: Manifest, progress: Optional[Progress] = None) -> None:
+def check_content(folder: Path, name: str, manifest: Manifest) -> None:
     """See that a file holds what was written.
 
     Args:
         folder: the checkpoint.
         name: of the file.
         manifest: of the checkpoint.
-        progress: told how far it is; nobody waits for it after the end.
 
     Raises:
         DamagedCheckpointError: naming the file.
     """
     try:
         check_size(folder, name, manifest)
-        intact = hash_file(folder / name, progress) == manifest.files[name]
-    except OSError as error:
+        found = hash_file(folder / name)
+    except (OSError, EOFError) as error:
         raise DamagedCheckpointError(f"{folder / name} cannot be read: {error}; resume from an older one") from error
-    finally:
-        if progress is not None:
-            progress.reached(math.inf)
-    if not intact:
+    check_entry(folder, name, manifest, found)
+
+
+def check_entry(folder: Path, name: str, manifest: Manifest, found: FileEntry) -> None:
+    """See that a file that was read holds what was written.
+
+    Raises:
+        DamagedCheckpointError: naming the file.
+    """
+    if found != manifest.files[name]:
         raise DamagedCheckpointError(
             f"{folder / name} is not what was written (its {HASH} differs from {MANIFEST}): the checkpoint is damaged; "
             "resume from an older one"

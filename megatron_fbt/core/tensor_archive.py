@@ -107,20 +107,10 @@ def find_elements(archive: FileSlice, sizes: Tuple[int, ...], size: int, check: 
         return data.header_offset + _LOCAL_HEADER + names
 
 
-def fill(file, tensor: Tensor) -> None:
-    """Read a tensor's bytes from a file's position on.
+def memory_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, to be read into.
 
     Args:
-        file: Opened without buffering.
         tensor: Contiguous, on the CPU.
-
-    Raises:
-        EOFError: The file ends before.
     """
-    buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-    at = 0
-    while at < len(buffer):
-        count = file.readinto(buffer[at:])
-        if not count:
-            raise EOFError("the file ends too early")
-        at += count
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

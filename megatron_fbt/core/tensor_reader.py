@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_fbt.core.checkpoint_io import check_files
-from megatron_fbt.core.tensor_archive import FileSlice, fill, find_elements
+from megatron_fbt.core.manifest import read_into
+from megatron_fbt.core.tensor_archive import FileSlice, find_elements, memory_of
 from megatron_fbt.errors import CheckpointError
 
 
@@ -103,8 +104,7 @@ class TensorReader:
                     archive = FileSlice(file, chunk.begin, chunk.length)
                     return torch.load(archive, map_location="cpu", weights_only=True)[start:stop]
                 part = torch.empty((stop - start, *chunk.sizes[1:]), dtype=dtype)
-                file.seek(chunk.begin + begin + start * row * dtype.itemsize)
-                fill(file, part)
+                read_into(file, chunk.begin + begin + start * row * dtype.itemsize, memory_of(part))
                 return part
         except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             reason = f"{type(error).__name__}: {error}"

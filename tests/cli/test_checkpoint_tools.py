@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.manifest import hash_file
+from megatron_fbt.core.manifest import HASH, hash_file
 from megatron_fbt.training.checkpoint_folder import CheckpointFolder
 from megatron_fbt.training.run_folder import TrainerState
 
@@ -102,7 +102,7 @@ def test_a_strange_file_is_told_of_and_nothing_is_executed(tool, checkpoint, tmp
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Trap()))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     entry = hash_file(checkpoint / ".metadata")
-    manifest["files"][".metadata"] = {"bytes": entry.size, "sha256": entry.digest}
+    manifest["files"][".metadata"] = {"bytes": entry.size, HASH: entry.digest}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     for name in ("inspect_checkpoint", "verify_checkpoint"):
         code, shown, errors = tool(name, "--checkpoint", checkpoint)
@@ -141,7 +141,7 @@ def test_whatever_a_small_file_holds_the_tools_say_so_in_one_line(tool, checkpoi
         if name != "manifest.json":  # as if it had been written so
             manifest = json.loads((checkpoint / "manifest.json").read_text())
             entry = hash_file(checkpoint / name)
-            manifest["files"][name] = {"bytes": entry.size, "sha256": entry.digest}
+            manifest["files"][name] = {"bytes": entry.size, HASH: entry.digest}
             (checkpoint / "manifest.json").write_text(json.dumps(manifest))
         for tool_name in ("inspect_checkpoint", "verify_checkpoint"):
             code, shown, errors = tool(tool_name, "--checkpoint", checkpoint)

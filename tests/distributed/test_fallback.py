@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fbt.core.manifest import hash_file
+from megatron_fbt.core.manifest import HASH, hash_file
 from megatron_fbt.training.lease import LEASE, Lease
 from tests.distributed.launch import run_distributed
 from tests.distributed.run_case import STEPS, branch, checkpoint_of, rows_of, run, run_config, write_corpus
@@ -35,7 +35,7 @@ def set_trap(checkpoint, proof):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Trap(str(proof))))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     entry = hash_file(checkpoint / ".metadata")
-    manifest["files"][".metadata"] = {"bytes": entry.size, "sha256": entry.digest}
+    manifest["files"][".metadata"] = {"bytes": entry.size, HASH: entry.digest}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -1,18 +1,25 @@
 """Hashes while writing, and what is found out about files afterwards."""
 
-import hashlib
 import os
 
 import pytest
+import xxhash
 
 from megatron_fbt.core import manifest
-from megatron_fbt.core.manifest import FileEntry, HashingFile, check_content, check_sizes, hash_file, write_manifest
+from megatron_fbt.core.manifest import (
+    FileEntry,
+    HashingFile,
+    HashingReader,
+    check_content,
+    check_sizes,
+    hash_file,
+    write_manifest,
+)
 from megatron_fbt.errors import DamagedCheckpointError
 
 
 def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK", 1000)
-    monkeypatch.setattr(manifest, "BESIDE", 1000)
     blocks = [b"short", os.urandom(999), os.urandom(1000), b"", os.urandom(5000)]
     with open(tmp_path / "file", "wb", buffering=0) as raw:
         file = HashingFile(raw)
@@ -22,7 +29,7 @@ def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
         file.close()
     whole = b"".join(blocks)
     assert (tmp_path / "file").read_bytes() == whole
-    assert file.entry == FileEntry(7004, hashlib.sha256(whole).hexdigest()) == hash_file(tmp_path / "file")
+    assert file.entry == FileEntry(7004, xxhash.xxh3_128(whole).hexdigest()) == hash_file(tmp_path / "file")
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 2000, 4500])
@@ -30,7 +37,41 @@ def test_a_file_is_hashed_block_by_block(tmp_path, monkeypatch, size):
     monkeypatch.setattr(manifest, "BLOCK", 1000)
     content = os.urandom(size)
     (tmp_path / "file").write_bytes(content)
-    assert hash_file(tmp_path / "file") == FileEntry(size, hashlib.sha256(content).hexdigest())
+    assert hash_file(tmp_path / "file") == FileEntry(size, xxhash.xxh3_128(content).hexdigest())
+
+
+def test_what_is_read_in_any_order_is_hashed_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "BLOCK", 1000)
+    content = os.urandom(9000)
+    (tmp_path / "file").write_bytes(content)
+    with open(tmp_path / "file", "rb", buffering=0) as file:
+        reader = HashingReader(file)
+        for begin, end in ((10, 2500), (2500, 2501), (100, 4000), (5000, 5000), (6000, 8123), (0, 9000)):
+            memory = bytearray(end - begin)
+            file.seek(77)  # others read from the file, too
+            reader.read_into(begin, memoryview(memory))
+            assert memory == content[begin:end]
+        with pytest.raises(EOFError):
+            reader.read_into(8990, memoryview(bytearray(11)))
+        assert reader.finish() == FileEntry(9000, xxhash.xxh3_128(content).hexdigest())
+
+
+def test_what_the_disk_refuses_later_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "SYNCED_AT_ONCE", 100)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    with open(tmp_path / "file", "wb", buffering=0) as raw:
+        file = HashingFile(raw)
+        file.write(bytes(99))
+        file.flush()
+        file.write(bytes(99))
+        with pytest.raises(OSError, match="No space left"):
+            file.flush()
+        assert file.failure.errno == 28
+        file.close()
 
 
 @pytest.fixture
@@ -77,9 +118,9 @@ def test_a_file_that_the_manifest_does_not_know_is_refused(checkpoint):
         "[]",
         "{}",
         "[" * 100_000,
-        '{"format": 1, "files": {"x": {"bytes": 1e999, "sha256": ""}}}',
+        '{"format": 1, "files": {"x": {"bytes": 1e999, "xxh3_128": ""}}}',
         '{"format": 9, "files": {}}',
-        '{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}',
+        '{"format": 1, "files": {"../x": {"bytes": 1, "xxh3_128": ""}}}',
     ],
 )
 def test_a_damaged_manifest_is_named(checkpoint, content):
