@@ -5,9 +5,10 @@
 
 A random model with full AdamW states goes through the code that runs use, in one process. Both sides of every
 comparison are in one round, in an order that turns from round to round, and both end with fsync. Before a load and
-before the plain read the files leave the page cache. Bars: an asynchronous save keeps training waiting for at most
-15 % of a synchronous save's time; saving and loading reach at least 0.6 of the plain throughput. Exit code 1: a bar is
-missed (not with --quick).
+before the plain read the files leave the page cache; before every write as many bytes are written and deleted, for
+memory that the system has to find first costs more than the write. Bars: an asynchronous save keeps training waiting
+for at most 15 % of a synchronous save's time; saving and loading reach at least 0.6 of the plain throughput. Exit code
+1: a bar is missed (not with --quick).
 """
 
 import argparse
@@ -78,14 +79,28 @@ class Subject:
             if checkpoint != self.newest:
                 shutil.rmtree(checkpoint)
 
+    def settle(self) -> None:
+        """Before every write: as many bytes have just been written and freed, so all find the same memory and disk."""
+        target = self.folder / "before"
+        write_plain(target, max(self.size, BLOCK))
+        target.unlink()
+        os.sync()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the newest checkpoint; 0 before the first."""
+        return read_manifest(self.newest).size if self.newest.exists() else 0
+
     def save(self) -> float:
         """Write a checkpoint; seconds."""
+        self.settle()
         taken = seconds(lambda: self.checkpointer.save(*self.content))
         self.drop_older()
         return taken
 
     def save_beside(self) -> float:
         """Write a checkpoint in the background; seconds in which training would stand still."""
+        self.settle()
         begun = seconds(lambda: self.checkpointer.begin(*self.content))
         while self.checkpointer.busy:
             time.sleep(0.01)
@@ -105,7 +120,8 @@ class Subject:
 
     def write_plain(self) -> float:
         """Write as many bytes to the same disk; seconds."""
-        target, size = self.folder / "plain", read_manifest(self.newest).size
+        self.settle()
+        target, size = self.folder / "plain", self.size
         taken = seconds(lambda: write_plain(target, size))
         target.unlink()
         return taken
@@ -170,7 +186,7 @@ def ratios(found: Dict[str, List[float]]) -> Dict[str, List[float]]:
 
 def report(subject: Subject, found: Dict[str, List[float]]) -> bool:
     """Print both tables; whether every bar holds."""
-    size = read_manifest(subject.newest).size
+    size = subject.size
     print(f"checkpoint of {size:,} bytes, {subject.config.precision.dtype}, {len(found['save'])} rounds, medians")
     for name, taken in found.items():
         median = statistics.median(taken)

@@ -154,8 +154,17 @@ class PiecePlanner(DefaultSavePlanner):
         self.plan = SavePlan([_write_item(piece) for piece in pieces])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The tensor of an item."""
-        return self.tensors[write_item.index.fqn, tuple(write_item.index.offset)]
+        """The tensor of an item; torch's writer would copy one that is part of a larger storage."""
+        return own_storage(self.tensors[write_item.index.fqn, tuple(write_item.index.offset)])
+
+
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, where it is one stretch of a CPU's, under a storage that holds nothing else."""
+    tensor = tensor.detach()
+    if not (tensor.is_cpu and tensor.is_contiguous() and tensor.numel()):
+        return tensor
+    memory = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
+    return memory.view(tensor.dtype).view(tensor.shape)
 
 
 def _write_item(piece: Piece) -> WriteItem:

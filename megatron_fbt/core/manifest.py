@@ -21,6 +21,8 @@ FORMAT = 1
 HASH = "xxh3_128"
 BLOCK = 8 << 20
 """Bytes read at once."""
+AHEAD = 32 << 20
+"""Bytes that the disk reads ahead."""
 SYNCED_AT_ONCE = 64 << 20
 """Bytes after which the disk begins to write."""
 
@@ -151,6 +153,8 @@ class HashingReader:
             self._pass(memoryview(self._block)[: place - self._passed])
 
     def _pass(self, memory: memoryview) -> None:
+        """The disk reads ahead beyond this block, while it is hashed and others look elsewhere in the file."""
+        os.posix_fadvise(self._file.fileno(), self._passed + len(memory), AHEAD, os.POSIX_FADV_WILLNEED)
         read_into(self._file, self._passed, memory)
         self._hash.update(memory)
         self._passed += len(memory)
