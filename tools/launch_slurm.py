@@ -27,9 +27,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     from megatron_fbt.slurm.submit import describe, launch
 
-    return run_report(
-        lambda: launch(args.job, args.output, args.dry_run, args.dependency), describe, args.json
-    )
+    return run_report(lambda: launch(args.job, args.output, args.dry_run, args.dependency), describe, args.json)
 
 
 if __name__ == "__main__":

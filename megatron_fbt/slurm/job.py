@@ -166,7 +166,9 @@ class JobConfig(Section):
             rules.require(holds, "name", "not one plain word", "use letters, digits, dots, dashes and underscores")
         if rules.usable("sbatch"):
             holds = all(option.startswith("-") and "\n" not in option for option in self.sbatch)
-            rules.require(holds, "sbatch", "an option does not begin with a dash", "give options such as --mail-type=END")
+            rules.require(
+                holds, "sbatch", "an option does not begin with a dash", "give options such as --mail-type=END"
+            )
         one_word = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "array", "gres")
         for name in (*one_word, "workdir", "logs"):
             if rules.usable(name) and getattr(self, name) is not None:

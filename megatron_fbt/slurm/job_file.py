@@ -42,9 +42,7 @@ _JobLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:int"]
     for first, resolvers in UniqueKeyLoader.yaml_implicit_resolvers.items()
 }
-_JobLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^(?:0|[-+]?[1-9][0-9]*)$"), list("-+0123456789")
-)
+_JobLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^(?:0|[-+]?[1-9][0-9]*)$"), list("-+0123456789"))
 
 
 def _build(cls: type, tree: Dict[str, Any], prefix: str, problems: List[str]) -> Any:

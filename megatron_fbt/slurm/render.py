@@ -163,7 +163,11 @@ def _training(job: JobConfig, run_dir: str) -> str:
     ]
     if job.preflight.run:
         lines += ["# Bad nodes are named before the run starts.", _preflight(job)]
-    lines += ['if [ -n "$warned" ]; then code=75; fi', "", f"# The run: {ranks}. It goes on from its newest checkpoint."]
+    lines += [
+        'if [ -n "$warned" ]; then code=75; fi',
+        "",
+        f"# The run: {ranks}. It goes on from its newest checkpoint.",
+    ]
     lines += [f'if [ "$code" = 0 ]; then\n{_indented(train)}\nfi', "", _verdict(job)]
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ seconds after which the job may start again, and says why on standard error. <ru
 import json
 import os
 import re
+import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -30,6 +31,8 @@ MEANINGS = {
 }
 """Codes of failures that a second try would not mend."""
 RESUMABLE = StoppedBySignal.exit_code
+STOPPED_EARLY = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+"""A run that is still starting dies of the signal."""
 
 
 @dataclass
@@ -93,6 +96,8 @@ def decide(code: int, warned: str, starts: Sequence[Start], budget: Budget) -> V
     if code == RESUMABLE and not warned:
         return Verdict("end", f"stopped without a warning of SLURM's: exit code {code}; submit the job to go on")
     what = f"stopped by {warned} and saved" if code == RESUMABLE else f"failed: {describe_code(code)}"
+    if warned and code in STOPPED_EARLY:
+        what = f"stopped by {warned} while it was starting"
     last = starts[-1]
     if budget.max_restarts is not None and last.restart >= budget.max_restarts:
         return Verdict("end", f"{what}; restart budget exhausted: {last.restart} restarts (requeue.max_restarts)")

@@ -1,7 +1,7 @@
 """What `srun` starts in each task: the launcher of a node, or the process of a device. Needs no torch.
 
-`python -m megatron_fbt.slurm.task node --nproc_per_node 8 -m megatron_fbt.pretrain ...` becomes megatron_fbt.launch with
-the node's place; `python -m megatron_fbt.slurm.task device -m megatron_fbt.pretrain ...` becomes one rank;
+`python -m megatron_fbt.slurm.task node --nproc_per_node 8 -m megatron_fbt.pretrain ...` becomes
+megatron_fbt.launch with its node's place; with `device` instead, without a launcher's options, it becomes one rank;
 `check` is `device` at the job's second port.
 """
 
