@@ -148,15 +148,19 @@ def _training(job: JobConfig, run_dir: str) -> str:
     words = [*_all_nodes(job, job.devices_per_node if by_srun else 1), "-m", "megatron_fbt.slurm.task", *how, *grace]
     words += ["-m", "megatron_fbt.pretrain", "--config", str(job.config), *job.overrides]
     train = command_text(["run_step", *words], end=" || code=$?")
-    here = shlex.join(_here(job))
+    here = command_text(_here(job), end=' "$@"')
     ranks = "one task for each rank" if by_srun else "one launcher on each node"
     lines = [
         "",
         f"run_dir={shlex.quote(run_dir)}",
         f'log="{logs_folder(job, run_dir)}/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"',
-        f'{here} -m megatron_fbt.slurm.requeue begin --run_dir "$run_dir"',
+        "",
+        "# Runs the project's Python once, on this node.",
+        f"here() {{\n{_indented(here)}\n}}",
+        "",
+        'here -m megatron_fbt.slurm.requeue begin --run_dir "$run_dir"',
         "# The ranks meet at MASTER_ADDR, which a submission may set; the port follows from the job id.",
-        f"MASTER_ADDR=$({here} -m megatron_fbt.slurm.nodes address)",
+        "MASTER_ADDR=$(here -m megatron_fbt.slurm.nodes address)",
         "export MASTER_ADDR",
         "",
         "code=0",
@@ -183,7 +187,7 @@ def _preflight(job: JobConfig) -> str:
 def _verdict(job: JobConfig) -> str:
     """The lines that ask whether the job goes on."""
     budget = job.requeue
-    words = [*_here(job), "-m", "megatron_fbt.slurm.requeue", "end", "--max_failures", str(budget.max_failures)]
+    words = ["here", "-m", "megatron_fbt.slurm.requeue", "end", "--max_failures", str(budget.max_failures)]
     words += [] if budget.max_restarts is None else ["--max_restarts", str(budget.max_restarts)]
     words += ["--backoff_s", str(budget.backoff_s)]
     given = '--run_dir "$run_dir" --log "$log" --exit_code "$code" --warned "$warned"'
