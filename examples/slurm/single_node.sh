@@ -58,7 +58,7 @@ export MASTER_ADDR
 code=0
 # Bad nodes are named before the run starts.
 run_step srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=48 --kill-on-bad-exit=0 \
-    --wait=30 python -m megatron_fbt.slurm.task check -m megatron_fbt.preflight --devices 4 \
+    --wait=0 python -m megatron_fbt.slurm.task check -m megatron_fbt.preflight --devices 4 \
     --min_free_gb 10 --max_clock_skew_s 5 --slow_factor 0.7 --run_dir "$run_dir" || code=$?
 if [ -n "$warned" ]; then code=75; fi
 

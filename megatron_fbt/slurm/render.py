@@ -132,12 +132,12 @@ def _here(job: JobConfig) -> List[str]:
     return [*_step(job, whole=False), *_program(job)]
 
 
-def _all_nodes(job: JobConfig, per_node: int) -> List[str]:
+def _all_nodes(job: JobConfig, per_node: int, wait_s: int) -> List[str]:
     """Words before the arguments of interpreters that run on all nodes."""
     srun, *container = _step(job, whole=True)
     cpus = job.cpus_per_device * job.devices_per_node // per_node
     sizes = [f"--nodes={job.nodes}", f"--ntasks={job.nodes * per_node}", f"--ntasks-per-node={per_node}"]
-    ends = ["--kill-on-bad-exit=0", f"--wait={job.wait_s}"]
+    ends = ["--kill-on-bad-exit=0", f"--wait={wait_s}"]
     return [srun, *sizes, f"--cpus-per-task={cpus}", *ends, *container, *_program(job)]
 
 
@@ -145,7 +145,13 @@ def _training(job: JobConfig, run_dir: str) -> str:
     by_srun = job.launcher == "srun"
     how = ["device"] if by_srun else ["node", "--nproc_per_node", str(job.devices_per_node)]
     grace = [] if by_srun else ["--stop_grace_s", str(job.requeue.signal_s)]
-    words = [*_all_nodes(job, job.devices_per_node if by_srun else 1), "-m", "megatron_fbt.slurm.task", *how, *grace]
+    words = [
+        *_all_nodes(job, job.devices_per_node if by_srun else 1, job.wait_s),
+        "-m",
+        "megatron_fbt.slurm.task",
+        *how,
+        *grace,
+    ]
     words += ["-m", "megatron_fbt.pretrain", "--config", str(job.config), *job.overrides]
     train = command_text(["run_step", *words], end=" || code=$?")
     here = command_text(_here(job), end=' "$@"')
@@ -178,7 +184,7 @@ def _training(job: JobConfig, run_dir: str) -> str:
 
 def _preflight(job: JobConfig) -> str:
     limits = job.preflight
-    words = [*_all_nodes(job, 1), "-m", "megatron_fbt.slurm.task", "check", "-m", "megatron_fbt.preflight"]
+    words = [*_all_nodes(job, 1, 0), "-m", "megatron_fbt.slurm.task", "check", "-m", "megatron_fbt.preflight"]
     words += ["--devices", str(job.devices_per_node if job.gres else 0), "--min_free_gb", f"{limits.min_free_gb:g}"]
     words += ["--max_clock_skew_s", f"{limits.max_clock_skew_s:g}", "--slow_factor", f"{limits.slow_factor:g}"]
     return command_text(["run_step", *words, "--run_dir"], end=' "$run_dir" || code=$?')

@@ -1,12 +1,13 @@
 """Tiny training runs as jobs: what tools/launch_slurm.py renders, submitted to a cluster of the tests."""
 
+import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
+import sentencepiece
 import torch
 import yaml
 
@@ -74,6 +75,13 @@ class Jobs:
         path.write_text(yaml.safe_dump(job))
         return path
 
+    def train_tokenizer(self) -> None:
+        """A SentencePiece model of a few words, tokenizer.model in the test's folder."""
+        model, text = io.BytesIO(), ["document of part 0 1 2", "a document is a part of parts"] * 4
+        options = {"vocab_size": 24, "hard_vocab_limit": False, "minloglevel": 2, "eos_id": 2, "bos_id": 1}
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(text), model_writer=model, **options)
+        (self.folder / "tokenizer.model").write_bytes(model.getvalue())
+
     def submit(self, job_file: Path, *options: str, **environment: str) -> str:
         """Render, store and submit; the job id."""
         script = self.folder / f"{job_file.stem}.sh"
@@ -113,10 +121,3 @@ class Jobs:
             if mine and "megatron_fbt.launch" not in words and int(path.name) != os.getpid() and words[0] != "srun":
                 found.append(int(path.name))
         return found
-
-
-def shellcheck(script: Path) -> str:
-    """What shellcheck complains about."""
-    tool = Path(sys.executable).parent / "shellcheck"
-    command = [str(tool) if tool.exists() else "shellcheck", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
