@@ -80,9 +80,7 @@ def describe(nodes: Sequence[NodeFacts], bad: Dict[str, List[str]]) -> str:
     for name, problems in bad.items():
         lines += [f"preflight: bad node {name}: {problem}" for problem in problems]
     if bad:
-        lines.append(
-            f"error: bad nodes: {', '.join(bad)}; submit with --exclude={','.join(bad)}, and tell the operators"
-        )
+        lines.append(f"error: bad nodes: {', '.join(bad)}; submit with --exclude={','.join(bad)}")
     else:
         lines.append("preflight: all nodes are good")
     return "\n".join(lines)

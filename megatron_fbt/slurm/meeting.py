@@ -1,4 +1,4 @@
-"""How the nodes of a preflight tell each other what they found: a key-value store on the first node, and pair by pair."""
+"""How the nodes of a preflight tell each other what they found: a store on the first node, and pair by pair."""
 
 import json
 import statistics

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -55,10 +56,11 @@ def test_small_differences_are_allowed():
 
 def nodes_of(size, work, timeout_s=20.0):
     """Run work(meeting) as each of several nodes, in threads that share a store; what they returned."""
-    results, port = {}, _free_port()
+    results, meetings, port = {}, {}, _free_port()
 
     def node(rank):
-        results[rank] = work(Meeting("127.0.0.1", port, rank, size, timeout_s))
+        meetings[rank] = Meeting("127.0.0.1", port, rank, size, timeout_s)
+        results[rank] = work(meetings[rank])
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -69,8 +71,6 @@ def nodes_of(size, work, timeout_s=20.0):
 
 
 def _free_port():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
