@@ -109,7 +109,9 @@ exec_python -m megatron_fbt.slurm.nodes address
 MASTER_ADDR=chosen exec_python -m megatron_fbt.slurm.nodes address
 srun --ntasks=4 --ntasks-per-node=2 bash -c 'echo port $("$0" -m megatron_fbt.slurm.nodes port)' PYTHON
 """
-    job = command_job(jobs, "address", command.replace("PYTHON", sys.executable), nodes=2, python=sys.executable)
+    job = command_job(
+        jobs, "address", command.replace("PYTHON", sys.executable), nodes=2, cpus_per_device=2, python=sys.executable
+    )
     jobs.cluster.wait_ended(job, 90)
     lines = (jobs.folder / "logs" / f"address-{job}.log").read_text().splitlines()
     assert lines[:2] == ["127.0.0.1", "chosen"], lines  # n1 does not resolve: SLURM's address

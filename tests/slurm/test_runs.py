@@ -7,7 +7,7 @@ import time
 import pytest
 
 pytestmark = pytest.mark.slow
-STEPS = 40
+STEPS = 150
 SECONDS_TO_END = 60
 """In which a step must end everywhere after one of its ranks has died."""
 
@@ -19,11 +19,15 @@ def wait_finished(jobs, name, job, timeout=240):
 
 
 def test_a_time_limit_saves_requeues_once_and_the_losses_are_those_of_an_unbroken_run(jobs):
-    broken = jobs.submit(jobs.write("broken", STEPS, requeue={"signal_s": 3000}), "--time=100")
-    jobs.wait_for_step("broken", 5)
+    patient = ["--parallel.collective_timeout_s", "300"]
+    broken = jobs.submit(jobs.write("broken", STEPS, patient, requeue={"signal_s": 3000}), "--time=100")
+    jobs.wait_for_step("broken", 2)
+    paused = jobs.workers("broken")[0]
+    os.kill(paused, signal.SIGSTOP)  # the run waits for this rank, however fast the machine is
     set_limit = ["scontrol", "update", f"JobId={broken}"]
     jobs.cluster.run(*set_limit, "TimeLimit=45")  # less than signal_s is left: SLURM warns
-    jobs.cluster.wait_for(lambda: "USR1 from SLURM" in jobs.log("broken", broken), 60, what="the warning")
+    jobs.cluster.wait_for(lambda: "USR1 from SLURM" in jobs.log("broken", broken), 120, what="the warning")
+    os.kill(paused, signal.SIGCONT)
     jobs.cluster.run(*set_limit, "TimeLimit=100")
     facts = wait_finished(jobs, "broken", broken)
     log = jobs.log("broken", broken)
@@ -32,7 +36,7 @@ def test_a_time_limit_saves_requeues_once_and_the_losses_are_those_of_an_unbroke
     assert f"== job {broken}, start 1" in log and f"== job {broken}, start 2" in log  # appended, not replaced
     assert log.splitlines()[-1] == f"job {broken}: finished: exit code 0"
     first = int(log.partition("stopped by a signal after step ")[2].split(";")[0])
-    assert 5 <= first < STEPS
+    assert 2 <= first < STEPS
     unbroken = jobs.submit(jobs.write("unbroken", STEPS, launcher="srun"))
     assert wait_finished(jobs, "unbroken", unbroken)["Restarts"] == "0"
     assert len(jobs.rows("unbroken")) == STEPS and jobs.rows("broken") == jobs.rows("unbroken")
