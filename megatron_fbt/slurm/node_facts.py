@@ -59,9 +59,14 @@ def versions() -> Dict[str, str]:
     return found
 
 
-def matmul_tflops(device: torch.device) -> float:
-    """Speed of a device: 10^12 operations per second in the median of some products, in bf16 on a GPU."""
-    size, repeats = MATMUL_SIZE[device.type], MATMUL_REPEATS[device.type]
+def matmul_tflops(device: torch.device, size: int, repeats: int) -> float:
+    """Speed of a device: 10^12 operations per second in the median of some products, in bf16 on a GPU.
+
+    Args:
+        device: to measure.
+        size: rows and columns of the matrices.
+        repeats: products, besides a first one that does not count.
+    """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     left = torch.ones(size, size, dtype=dtype, device=device)
     durations = []
@@ -90,5 +95,7 @@ def own_facts(run_dir: Path, mark: Path) -> NodeFacts:
         facts.free_bytes = shutil.disk_usage(run_dir).free
     except OSError:
         facts.free_bytes = None
-    facts.matmul_tflops = [matmul_tflops(device) for device in devices]
+    facts.matmul_tflops = [
+        matmul_tflops(device, MATMUL_SIZE[device.type], MATMUL_REPEATS[device.type]) for device in devices
+    ]
     return facts

@@ -7,7 +7,7 @@ import time
 import pytest
 
 pytestmark = pytest.mark.slow
-STEPS = 150
+STEPS = 100
 SECONDS_TO_END = 60
 """In which a step must end everywhere after one of its ranks has died."""
 
@@ -37,8 +37,10 @@ def test_a_time_limit_saves_requeues_once_and_the_losses_are_those_of_an_unbroke
     assert log.splitlines()[-1] == f"job {broken}: finished: exit code 0"
     first = int(log.partition("stopped by a signal after step ")[2].split(";")[0])
     assert 2 <= first < STEPS
-    unbroken = jobs.submit(jobs.write("unbroken", STEPS, launcher="srun"))
+    watched = ["--logging.straggler_interval", "50"]
+    unbroken = jobs.submit(jobs.write("unbroken", STEPS, watched, launcher="srun"))
     assert wait_finished(jobs, "unbroken", unbroken)["Restarts"] == "0"
+    assert jobs.log("unbroken", unbroken).count("slowest rank: ") == 2
     assert len(jobs.rows("unbroken")) == STEPS and jobs.rows("broken") == jobs.rows("unbroken")
 
 
