@@ -34,7 +34,7 @@ class Meeting:
 
     def __init__(self, address: str, port: int, rank: int, size: int, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        wait = timedelta(seconds=timeout_s)
+        wait = timedelta(seconds=1.5 * timeout_s)  # the first node's word on who is missing comes after its own wait
         self.store = dist.TCPStore(address, port, size, rank == 0, wait, wait_for_workers=False)
 
     def gather(self, name: str, facts: NodeFacts) -> Tuple[List[NodeFacts], List[int]]:
