@@ -30,9 +30,15 @@ run_step() {
     return "$code"
 }
 """
+PREEMPTED = """
+# A pre-emption signals the steps and leaves the script alone.
+if [ -z "$warned" ] && [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; then
+    warned=preemption
+fi
+"""
 GO_ON = """
 if [ "$verdict" = end ]; then exit "$code"; fi
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
 if [ "$state" != RUNNING ]; then
     echo "job $SLURM_JOB_ID: not put back into the queue, it is $state" >&2
     exit "$code"
@@ -178,7 +184,7 @@ def _training(job: JobConfig, run_dir: str) -> str:
         "",
         f"# The run: {ranks}. It goes on from its newest checkpoint.",
     ]
-    lines += [f'if [ "$code" = 0 ]; then\n{_indented(train)}\nfi', "", _verdict(job)]
+    lines += [f'if [ "$code" = 0 ]; then\n{_indented(train)}\nfi', PREEMPTED, _verdict(job)]
     return "\n".join(lines)
 
 

@@ -46,7 +46,10 @@ SlurmdTimeout=300
 KillWait=20
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=4000 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=4000 State=UNKNOWN
-PartitionName=cpu Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=cpu Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=5 PreemptMode=OFF
+PartitionName=low Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 """
 
 
@@ -96,7 +99,9 @@ class Cluster:
         self.run("slurmctld", "-f", conf, "-i")
         for node in NODES:
             self.run("slurmd", "-f", conf, "-N", node)
-        self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T", check=False).split() == ["idle"] * 2, 60)
+        self.wait_for(
+            lambda: self.run("sinfo", "-h", "-N", "-p", "cpu", "-o", "%T", check=False).split() == ["idle"] * 2, 60
+        )
 
     def stop(self) -> None:
         """Cancel what runs, end the daemons."""

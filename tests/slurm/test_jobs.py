@@ -17,6 +17,49 @@ if "megatron_fbt.slurm.task" in sys.orig_argv:
     print("error: no device", file=sys.stderr, flush=True)
     os._exit(1)
 """
+# In place of the trainer: saves when it is asked to stop; finishes where there is a checkpoint.
+STAND_IN = """
+import os, signal, sys, time
+from pathlib import Path
+if "megatron_fbt.slurm.task" in sys.orig_argv:
+    folder = Path("FOLDER")
+    if (folder / "checkpoints" / "latest").exists():
+        os._exit(0)
+    asked = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    (folder / ("ready" + os.environ["SLURM_PROCID"])).touch()
+    while not asked:
+        time.sleep(0.05)
+    time.sleep(1)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints" / "latest").write_text("step_00000001")
+    os._exit(75)
+"""
+
+
+def write_stand_in(jobs, name):
+    """A job whose trainer is the stand-in."""
+    folder = jobs.folder / "stand_in"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(STAND_IN.replace("FOLDER", str(jobs.folder / name)))
+    return jobs.write(name, setup=[f"export PYTHONPATH={folder}:{ROOT}"])
+
+
+@pytest.mark.parametrize("how", ["preempted", "requeued by an operator"])
+def test_a_job_that_is_taken_from_its_nodes_saves_and_goes_on(jobs, how):
+    job = jobs.submit(write_stand_in(jobs, "low"), "--partition=low")
+    ready = [jobs.folder / "low" / f"ready{node}" for node in (0, 1)]
+    jobs.cluster.wait_for(lambda: all(path.exists() for path in ready), 60, what="the run")
+    if how == "preempted":
+        command_job(jobs, "urgent", "sleep 1", partition="cpu", nodes=2, exclusive=True, python=sys.executable)
+    else:
+        jobs.cluster.run("scontrol", "requeue", job)
+    facts = jobs.cluster.wait_ended(job, 150)
+    log = jobs.log("low", job)
+    assert facts["PreemptTime"] == "None"  # else a stop in the second start would be taken for a pre-emption
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log
+    assert log.count("== job") == 2 and "finished: exit code 0" in log.splitlines()[-1], log
 
 
 def test_a_job_that_dies_at_once_ends_when_its_budget_is_exhausted(jobs, monkeypatch):

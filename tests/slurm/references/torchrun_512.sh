@@ -68,11 +68,16 @@ if [ "$code" = 0 ]; then
         --stop_grace_s 600 -m megatron_fbt.pretrain --config train.yaml || code=$?
 fi
 
+# A pre-emption signals the steps and leaves the script alone.
+if [ -z "$warned" ] && [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; then
+    warned=preemption
+fi
+
 # Finished, failed for good, or to be gone on with? The log's last line says why.
 verdict=$(here -m megatron_fbt.slurm.requeue end --max_failures 3 --backoff_s 60 \
     --run_dir "$run_dir" --log "$log" --exit_code "$code" --warned "$warned") || verdict=end
 if [ "$verdict" = end ]; then exit "$code"; fi
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
 if [ "$state" != RUNNING ]; then
     echo "job $SLURM_JOB_ID: not put back into the queue, it is $state" >&2
     exit "$code"
