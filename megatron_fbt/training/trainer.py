@@ -30,6 +30,7 @@ from megatron_fbt.training.rewind import go_back, last_good_checkpoint, place_of
 from megatron_fbt.training.run_folder import TrainerState, checkpoints_folder, step_folder
 from megatron_fbt.training.spikes import SpikeWatch
 from megatron_fbt.training.stop import StopRequests
+from megatron_fbt.training.stragglers import StragglerWatch
 from megatron_fbt.training.validation import Validator
 
 
@@ -64,6 +65,7 @@ class Trainer:
         )
         self.recipe = Recipe(config.feedback, config.run.seed, training=True)
         self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader, self.optimizer.through)
+        self.stragglers = StragglerWatch(config.logging, layout)
         self.folder = Path(config.run.dir)
         self.checkpointer = Checkpointer(checkpoints_folder(config), config.checkpoint, layout)
         self.state = TrainerState(phase_start_steps=list(plan.phase_start_steps))
@@ -103,6 +105,7 @@ class Trainer:
                 row.update(self.validator.run(sequential=self.state.fusion_active))
             tokens = (self.state.consumed_samples - consumed) * self.plan.sequence_length
             reporter.step(row, tokens, seconds, self.state)
+            self.stragglers.look(self.state.step, reporter.say)
             if self.state.updates > 0:
                 reporter.memory(self.optimizer.held_bytes)
             if self.checkpointer.pending and not report.busy:

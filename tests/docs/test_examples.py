@@ -14,7 +14,7 @@ import pytest
 from megatron_fbt.pretrain import main
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "examples").glob("**/*.yaml"))
+CONFIGS = sorted((ROOT / "examples" / "configs").glob("**/*.yaml"))
 SCRIPTS = sorted([*(ROOT / "examples").glob("**/*.sh"), *(ROOT / "tests").glob("*.sh"), ROOT / ".ci" / "run"])
 
 

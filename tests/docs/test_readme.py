@@ -17,12 +17,14 @@ from megatron_fbt.errors import FBTError
 from megatron_fbt.hf.configuration_fbt import REGIMES
 from megatron_fbt.inference.native.__main__ import build_parser as native_parser
 from megatron_fbt.launch import build_parser
+from megatron_fbt.preflight import build_parser as preflight_parser
 from tests.docs import readme
 from tests.unit.data.test_inputs import BAD_LINES
 
 LINES = readme.command_lines()
 PRETRAIN = "python -m megatron_fbt.pretrain "
 NATIVE = "python -m megatron_fbt.inference.native"
+PREFLIGHT = "python -m megatron_fbt.preflight"
 INSTANT = ("--help", "--print_config", "--dry_run")
 LAUNCHERS = {"torchrun": get_args_parser, "python -m megatron_fbt.launch": build_parser}
 FIELDS = field_types()
@@ -103,8 +105,14 @@ def test_commands_of_one_process_are_accepted(line):
     assert found.tensor_model_parallel_size * found.pipeline_model_parallel_size == 1
 
 
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith(PREFLIGHT)])
+def test_preflight_commands_are_accepted(line):
+    assert preflight_parser().parse_args(shlex.split(line.removeprefix(PREFLIGHT))).run_dir
+
+
 def test_every_other_command_is_known(repository):
-    others = [line for line in LINES if not line.startswith((PRETRAIN, NATIVE, *LAUNCHERS, "python tools/"))]
+    known = (PRETRAIN, NATIVE, PREFLIGHT, *LAUNCHERS, "python tools/")
+    others = [line for line in LINES if not line.startswith(known)]
     for line in others:
         words = shlex.split(line)
         if words[0] == "bash":

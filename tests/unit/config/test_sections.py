@@ -38,7 +38,7 @@ POSITIVE_INTEGERS = {
     "training": "train_steps train_samples train_tokens micro_batch_size global_batch_size eval_interval max_bad_steps",
     "training.spikes": "window",
     "checkpoint": "save_interval keep_last keep_every",
-    "logging": "log_interval diagnostics_interval",
+    "logging": "log_interval diagnostics_interval straggler_interval",
 }
 NUMBERS_ABOVE_ZERO = {
     "model": "layernorm_epsilon rotary_base init_method_std residual_multiplier",
@@ -100,6 +100,7 @@ REFUSED = [
     *cases({"feedback": "input_scale"}, 0.0, -1.0, NAN, INF, "1", True),
     *cases({"feedback.loss_weights": "warmup_steps"}, -1, 0.5, NAN, None),
     *cases({"training": "wall_clock_limit_s"}, 0.0, -1.0, NAN, INF, "1", True),
+    *cases({"logging": "straggler_factor"}, 0.9, -1.0, NAN, INF, "2", True, None),
     *cases({"training.spikes": "loss_factor grad_norm_factor"}, 1.0, 0.0, -1.0, NAN, INF, "2", True),
     *cases({"run": "dir"}, "", "  ", 3, None),
     ("run", "seed", 2**32),

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Rendered by tools/launch_slurm.py from examples/slurm/convert_and_evaluate.yaml: change that, not this.
+#SBATCH --job-name=evaluate
+#SBATCH --partition=gpu
+#SBATCH --account=research
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=12
+#SBATCH --gres=gpu:1
+#SBATCH --time=6:00:00
+#SBATCH --output=runs/slurm/%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+set -euo pipefail
+
+source .venv/bin/activate
+
+export OMP_NUM_THREADS=12
+
+python tools/convert_to_hf.py --checkpoint runs/fbt_1b_paper_100b --output runs/fbt_1b_paper_100b/export --force
+python tools/evaluate.py --model runs/fbt_1b_paper_100b/export --tasks gsm8k --data_dir data/tasks \
+    --regime standard --regime soft

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Rendered by tools/launch_slurm.py from examples/slurm/preprocess_array.yaml: change that, not this.
+#SBATCH --job-name=preprocess
+#SBATCH --partition=cpu
+#SBATCH --account=research
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --array=0-15%8
+#SBATCH --time=4:00:00
+#SBATCH --output=runs/slurm/%x-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+set -euo pipefail
+
+source .venv/bin/activate
+
+export OMP_NUM_THREADS=8
+
+part=$(printf '%02d' "$SLURM_ARRAY_TASK_ID")
+python tools/preprocess_data.py --input "data/raw/part-$part.jsonl.gz" --tokenizer_path data/tokenizer.model \
+    --output "data/corpus-$part" --workers 8

@@ -1,0 +1,176 @@
+"""Description of a SLURM job, as its YAML file gives it."""
+
+import re
+from dataclasses import dataclass, field
+from typing import List, Literal, Optional
+
+from megatron_fbt.config.rules import Rules, Section
+
+TIME_FORMS = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"
+PLAIN_NAME = r"[A-Za-z0-9._-]+"
+
+
+@dataclass
+class ContainerConfig(Section):
+    """In what the commands run."""
+
+    runtime: Literal["none", "pyxis", "apptainer"] = "none"
+    """none: on the nodes themselves; pyxis: srun's --container-image (enroot); apptainer: apptainer exec."""
+    image: Optional[str] = None
+    """Image of the container."""
+    mounts: List[str] = field(default_factory=list)
+    """Folders of the nodes that the container sees: path, or path:path_inside."""
+    options: List[str] = field(default_factory=list)
+    """Further options, of srun (pyxis) or of apptainer exec, such as --nv."""
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("container", self)
+        if rules.usable("runtime", "image"):
+            if self.runtime != "none" and not self.image:
+                rules.add("image", f"container.runtime = {self.runtime!r} needs one", "give the image")
+            elif self.runtime == "none" and self.image:
+                rules.add("image", "container.runtime = 'none' uses none", "set container.runtime, or remove it")
+        return rules.problems
+
+
+@dataclass
+class RequeueConfig(Section):
+    """How a job goes on after its time limit, pre-emption or a failure."""
+
+    signal_s: int = 600
+    """Seconds before the time limit at which SLURM warns; must be enough for a step and a checkpoint."""
+    max_failures: int = 3
+    """Starts in a row without a new checkpoint after which the job ends."""
+    max_restarts: Optional[int] = None
+    """Returns to the queue in all; null = any number."""
+    backoff_s: int = 60
+    """Seconds until the next start after a failure; twice as many after each further one, an hour at most."""
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("requeue", self)
+        rules.integers("signal_s", "max_failures")
+        rules.integers("signal_s", high=65535)
+        rules.integers("max_restarts", "backoff_s", low=0)
+        return rules.problems
+
+
+@dataclass
+class PreflightConfig(Section):
+    """The check of the nodes before the run starts (python -m megatron_fbt.preflight)."""
+
+    run: bool = True
+    """Whether the script does it."""
+    min_free_gb: float = 10.0
+    """10^9 bytes that must be free where the run folder is."""
+    max_clock_skew_s: float = 5.0
+    """Seconds by which a node's clock may differ from the first node's."""
+    slow_factor: float = 0.7
+    """A node below this part of the median speed is a bad one."""
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("preflight", self)
+        rules.numbers("min_free_gb")
+        rules.numbers("max_clock_skew_s", above=True)
+        rules.numbers("slow_factor", high=1.0)
+        return rules.problems
+
+
+@dataclass
+class JobConfig(Section):
+    """One job: a training run (config), or other commands (command)."""
+
+    name: str = "fbt"
+    """Name in the queue, and of the log."""
+    config: Optional[str] = None
+    """Configuration of a training run; null = the job runs `command`."""
+    overrides: List[str] = field(default_factory=list)
+    """Further arguments of the training command: --section.field value."""
+    command: Optional[str] = None
+    """Shell text of a job that does not train; one process on the first node."""
+    nodes: int = 1
+    """Nodes of the job."""
+    devices_per_node: int = 1
+    """Ranks on each node: its GPUs, or processes on CPUs."""
+    cpus_per_device: int = 1
+    """CPU cores for each rank."""
+    gres: Optional[str] = None
+    """Name of the devices in SLURM, for example gpu or gpu:h100; null = CPUs alone."""
+    launcher: Literal["torchrun", "srun"] = "torchrun"
+    """torchrun: a launcher once on each node (megatron_fbt.launch); srun: one task for each rank."""
+    wait_s: int = 30
+    """Seconds after the end of the first task in which the others must end, too; then they are killed."""
+    time: str = "24:00:00"
+    """Time limit as SLURM writes it: minutes, h:mm:ss, d-hh:mm:ss."""
+    partition: Optional[str] = None
+    """Where it runs; null = the cluster's default, as for the following ones."""
+    account: Optional[str] = None
+    """Whom it is charged to."""
+    qos: Optional[str] = None
+    """Quality of service."""
+    constraint: Optional[str] = None
+    """Features of the nodes."""
+    reservation: Optional[str] = None
+    """Reserved nodes."""
+    exclude: Optional[str] = None
+    """Nodes to stay away from, as the preflight suggests."""
+    mem: Optional[str] = None
+    """Memory of each node; 0 = all of it."""
+    exclusive: bool = True
+    """No other job on the nodes."""
+    array: Optional[str] = None
+    """Tasks of a job array (with `command`), for example 0-7 or 0-99%10."""
+    sbatch: List[str] = field(default_factory=list)
+    """Further options of sbatch, each with its dashes."""
+    workdir: Optional[str] = None
+    """Folder that the job runs in; null = that of the submission."""
+    setup: List[str] = field(default_factory=list)
+    """Shell lines before everything else: modules, the virtual environment, NCCL's variables."""
+    python: str = "python"
+    """Interpreter, on the nodes or in the container."""
+    logs: Optional[str] = None
+    """Folder of the job's logs; null = slurm/ in the run folder (training), or runs/slurm."""
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    requeue: RequeueConfig = field(default_factory=RequeueConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.nodes * self.devices_per_node
+
+    def problems(self) -> List[str]:
+        """See Section."""
+        rules = Rules("job", self)
+        rules.integers("nodes", "devices_per_node", "cpus_per_device", "wait_s")
+        if rules.usable("config", "command"):
+            if (self.config is None) == (self.command is None):
+                rules.add("config", "a job either trains or runs other commands", "give config or command")
+            elif self.command is not None and not self.command.strip():
+                rules.add("command", "empty", "give shell text")
+        if rules.usable("config", "array") and self.config and self.array:
+            rules.add("array", "the tasks of an array would train in one folder", "remove it, or give command")
+        self._check_texts(rules)
+        nested = (self.container, self.requeue, self.preflight)
+        return rules.problems + [problem for section in nested for problem in section.problems()]
+
+    def _check_texts(self, rules: Rules) -> None:
+        """What would break a line of the script."""
+        if rules.usable("time"):
+            holds = re.fullmatch(TIME_FORMS, self.time) is not None
+            rules.require(holds, "time", "no time limit of SLURM's", "give minutes, h:mm:ss or d-hh:mm:ss")
+        if rules.usable("name"):
+            holds = re.fullmatch(PLAIN_NAME, self.name) is not None
+            rules.require(holds, "name", "not one plain word", "use letters, digits, dots, dashes and underscores")
+        if rules.usable("sbatch"):
+            holds = all(option.startswith("-") and "\n" not in option for option in self.sbatch)
+            rules.require(
+                holds, "sbatch", "an option does not begin with a dash", "give options such as --mail-type=END"
+            )
+        one_word = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "array", "gres")
+        for name in (*one_word, "workdir", "logs"):
+            if rules.usable(name) and getattr(self, name) is not None:
+                holds = re.search(r"\s", getattr(self, name)) is None and getattr(self, name) != ""
+                rules.require(holds, name, "empty or with white space", "give one word")

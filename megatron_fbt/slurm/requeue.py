@@ -1,0 +1,233 @@
+"""Whether a job goes back into the queue after its run has left. Needs no torch.
+
+The job script calls `begin` before the run and `end` after it. `end` prints one word to standard output, `end` or the
+seconds after which the job may start again, and says why on standard error. <run>/slurm/starts.jsonl keeps what was.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import List, Optional, Sequence
+
+from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError, DataError, StoppedBySignal
+
+FOLDER = "slurm"
+STARTS = "starts.jsonl"
+BAD_NODE = 69
+"""Exit code of the preflight."""
+LONGEST_BACKOFF_S = 3600
+MEANINGS = {
+    ConfigError.exit_code: "configuration or command line",
+    DataError.exit_code: "data or tokenizer",
+    CheckpointError.exit_code: "checkpoint or run folder",
+    BadNumbersError.exit_code: "bad numbers: too many steps in a row were not finite",
+    BAD_NODE: "the preflight found a bad node",
+}
+"""Codes of failures that a second try would not mend."""
+RESUMABLE = StoppedBySignal.exit_code
+STOPPED_EARLY = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+"""A run that is still starting dies of the signal."""
+
+
+@dataclass
+class Start:
+    """One start of a job and how it ended."""
+
+    job: str
+    restart: int
+    """SLURM_RESTART_COUNT."""
+    began: float
+    """Seconds since 1970."""
+    checkpoint: Optional[str]
+    """The run's newest checkpoint at the beginning."""
+    ended: Optional[float] = None
+    exit_code: Optional[int] = None
+    reached: Optional[str] = None
+    """The newest checkpoint at the end."""
+    verdict: Optional[str] = None
+    """`end`, or seconds until the next start."""
+
+    @property
+    def progressed(self) -> bool:
+        """Whether this start has written a checkpoint."""
+        return self.reached is not None and self.reached != self.checkpoint
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How often a job may start again."""
+
+    max_failures: int = 3
+    """Starts in a row without a new checkpoint after which the job ends."""
+    max_restarts: Optional[int] = None
+    """Returns to the queue in all; None = any number."""
+    backoff_s: int = 60
+    """Seconds until the next start after a failure; twice as many after each further one, an hour at most."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of the job."""
+
+    word: str
+    """`end`, or seconds until the next start."""
+    reason: str
+
+
+def decide(code: int, warned: str, starts: Sequence[Start], budget: Budget) -> Verdict:
+    """Whether the job goes on.
+
+    Args:
+        code: exit code of the run.
+        warned: name of the signal that the script received; "" = none.
+        starts: of this job so far, the one that has just ended last.
+        budget: how often it may.
+    """
+    if code == 0:
+        return Verdict("end", "finished: exit code 0")
+    if code in MEANINGS:
+        return Verdict("end", f"failed: exit code {code}, {MEANINGS[code]}; starting again would not help")
+    if code == RESUMABLE and not warned:
+        return Verdict("end", f"stopped without a warning of SLURM's: exit code {code}; submit the job to go on")
+    what = f"stopped by {warned} and saved" if code == RESUMABLE else f"failed: {describe_code(code)}"
+    if warned and code in STOPPED_EARLY:
+        what = f"stopped by {warned} while it was starting"
+    last = starts[-1]
+    if budget.max_restarts is not None and last.restart >= budget.max_restarts:
+        return Verdict("end", f"{what}; restart budget exhausted: {last.restart} restarts (requeue.max_restarts)")
+    if last.progressed:
+        again = "with the checkpoint before" if code != RESUMABLE else "from its checkpoint"
+        delay = 0 if code == RESUMABLE else budget.backoff_s
+        return Verdict(str(delay), f"{what}; goes on {again} ({last.reached})")
+    idle = idle_starts(starts)
+    if idle >= budget.max_failures:
+        return Verdict(
+            "end",
+            f"{what}; restart budget exhausted: {idle} starts in a row without a new checkpoint (requeue.max_failures)",
+        )
+    delay = min(budget.backoff_s * 2 ** (idle - 1), LONGEST_BACKOFF_S)
+    return Verdict(str(delay), f"{what}, start {idle} of {budget.max_failures} without a new checkpoint; in {delay} s")
+
+
+def idle_starts(starts: Sequence[Start]) -> int:
+    """Latest starts in a row that wrote no checkpoint."""
+    count = 0
+    for start in reversed(starts):
+        if start.progressed:
+            break
+        count += 1
+    return count
+
+
+def describe_code(code: int) -> str:
+    """An exit code in words."""
+    return f"exit code {code}" + (f", ended by signal {code - 128}" if 128 < code < 160 else "")
+
+
+def newest_checkpoint(run_dir: Path) -> Optional[str]:
+    """Name of the newest complete checkpoint; None if there is none."""
+    try:
+        return (run_dir / "checkpoints" / "latest").read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def read_starts(run_dir: Path, job: str) -> List[Start]:
+    """Starts of one job; a line that a kill has cut short is left out."""
+    try:
+        lines = (run_dir / FOLDER / STARTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    starts = {}
+    for line in lines:
+        try:
+            start = Start(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        if start.job == job:
+            starts[start.restart] = start  # the line of the end follows that of the beginning
+    return [starts[restart] for restart in sorted(starts)]
+
+
+def write_start(run_dir: Path, start: Start) -> None:
+    """Add a line to the file of starts."""
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / STARTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(start)) + "\n")
+
+
+def last_error(log: Optional[Path], mark: str) -> Optional[str]:
+    """The last line of a log that begins with `error:` or ends a traceback, after the last line that has the mark."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace") if log else ""
+    except OSError:
+        return None
+    text = text.rpartition(mark)[2]
+    found = re.findall(r"^(?:\[[^\]]*\]:\s*|\d+: )?(error: .*|[A-Za-z_.]+(?:Error|Exception): .*)$", text, re.MULTILINE)
+    return found[-1] if found else None
+
+
+def begin(options: Namespace, job: str, restart: int) -> str:
+    """Note a start; a line for the log."""
+    run_dir = Path(options.run_dir)
+    write_start(run_dir, Start(job, restart, time.time(), newest_checkpoint(run_dir)))
+    return mark_of(job, restart)
+
+
+def mark_of(job: str, restart: int) -> str:
+    """The line of the log with which a start begins."""
+    return f"== job {job}, start {restart + 1}"
+
+
+def end(options: Namespace, job: str, restart: int) -> Verdict:
+    """Note how a start ended, and decide."""
+    run_dir = Path(options.run_dir)
+    starts = read_starts(run_dir, job) or [Start(job, restart, time.time(), None)]
+    last = starts[-1]
+    last.ended, last.exit_code, last.reached = time.time(), options.exit_code, newest_checkpoint(run_dir)
+    budget = Budget(options.max_failures, options.max_restarts, options.backoff_s)
+    verdict = decide(options.exit_code, options.warned, starts, budget)
+    last.verdict = verdict.word
+    write_start(run_dir, last)
+    return verdict
+
+
+def build_parser() -> ArgumentParser:
+    """The command line."""
+    parser = ArgumentParser(prog="python -m megatron_fbt.slurm.requeue", description=__doc__.splitlines()[0])
+    parser.add_argument("when", choices=("begin", "end"), help="before the run, or after it")
+    parser.add_argument("--run_dir", required=True, help="the run folder")
+    parser.add_argument("--exit_code", type=int, default=1, help="of the run")
+    parser.add_argument("--warned", default="", help="signal that the script received")
+    parser.add_argument("--max_failures", type=int, default=Budget.max_failures)
+    parser.add_argument("--max_restarts", type=int, default=None)
+    parser.add_argument("--backoff_s", type=int, default=Budget.backoff_s)
+    parser.add_argument("--log", type=Path, help="the job's log, in which the last error is looked for")
+    return parser
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Note a start or decide; the exit code."""
+    options = build_parser().parse_args(argv)
+    job, restart = os.environ.get("SLURM_JOB_ID", "none"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    if options.when == "begin":
+        print(begin(options, job, restart), flush=True)
+        return 0
+    why = last_error(options.log, mark_of(job, restart)) if options.exit_code not in (0, RESUMABLE) else None
+    verdict = end(options, job, restart)
+    if why:
+        print(f"last error: {why}", file=sys.stderr)
+    print(f"job {job}: {verdict.reason}", file=sys.stderr, flush=True)
+    print(verdict.word, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

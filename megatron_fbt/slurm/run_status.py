@@ -1,0 +1,157 @@
+"""One screen about a run: where it stands, what its job is doing, how earlier starts ended. Needs no torch."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from calendar import timegm
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from megatron_fbt.errors import ConfigError
+from megatron_fbt.slurm.requeue import FOLDER, STARTS, describe_code, newest_checkpoint
+from megatron_fbt.training.console import format_duration
+from megatron_fbt.training.lease import LEASE, read_holder
+
+SILENT_S = 600
+"""A run that says it is running and has not written for so long is called silent."""
+QUEUE_FORMAT = "%i|%T|%M|%l|%R"
+
+
+def collect(run: str) -> Dict[str, Any]:
+    """What is known of a run.
+
+    Returns:
+        The fields of status.json, with `age_s` since it was written, `silent`, `last_checkpoint`, `holder` (who has
+        the folder, or None), `queue` (rows of squeue; None where there is no SLURM) and `starts` (of the last job).
+
+    Raises:
+        ConfigError: it is no run folder.
+    """
+    folder = Path(run)
+    if not folder.is_dir():
+        raise ConfigError(f"run {run!r}: no such folder; name the folder of a run (run.dir)")
+    status = _read_status(folder)
+    starts = _last_job(folder)
+    if status is None and not starts:
+        raise ConfigError(f"run {run!r}: neither status.json nor {FOLDER}/{STARTS} in it; name the folder of a run")
+    report: Dict[str, Any] = {"run": run, **(status or {"state": "waiting"})}
+    report["age_s"] = _age(report.get("time"))
+    report["silent"] = report["state"] == "running" and (report["age_s"] or 0) > SILENT_S
+    report["last_checkpoint"] = newest_checkpoint(folder) or report.get("last_checkpoint")
+    report["holder"] = _holder(folder)
+    report["starts"] = starts
+    job = starts[-1]["job"] if starts else (report["holder"] or {}).get("job")
+    report["queue"] = queue_of(job) if job else None
+    report["alarm"] = alarm(report)
+    return report
+
+
+def _read_status(folder: Path) -> Optional[Dict[str, Any]]:
+    try:
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        return status if isinstance(status, dict) and "state" in status else None
+    except (OSError, ValueError):
+        return None
+
+
+def _last_job(folder: Path) -> List[Dict[str, Any]]:
+    """Starts of the job that started last, each by its newest line."""
+    rows: Dict[Any, Dict[str, Any]] = {}
+    try:
+        lines = (folder / FOLDER / STARTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            rows[row["job"], row["restart"]] = row
+        except (ValueError, KeyError, TypeError):
+            continue
+    last = max(rows.values(), key=lambda row: row.get("began") or 0, default=None)
+    return [row for row in rows.values() if row["job"] == last["job"]] if last else []
+
+
+def _age(written: Optional[str]) -> Optional[float]:
+    """Seconds since a time of status.json."""
+    try:
+        return max(0.0, time.time() - timegm(time.strptime(str(written), "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:
+        return None
+
+
+def _holder(folder: Path) -> Optional[Dict[str, Any]]:
+    try:
+        holder = read_holder(folder / LEASE)
+    except (OSError, ValueError):
+        return None
+    return {
+        "job": holder.job,
+        "host": holder.host,
+        "pid": holder.pid,
+        "lapsed": time.time() - holder.time > holder.seconds,
+    }
+
+
+def queue_of(job: str) -> Optional[List[Dict[str, str]]]:
+    """Rows of the queue of one job; None where SLURM does not answer."""
+    if shutil.which("squeue") is None:
+        return None
+    command = ["squeue", "--noheader", f"--jobs={job}", f"--format={QUEUE_FORMAT}"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=os.environ)
+    except subprocess.TimeoutExpired:
+        return None
+    if result.returncode:
+        return [] if "Invalid job id" in result.stderr else None  # an old job is forgotten
+    names = ("job", "state", "time", "limit", "where")
+    return [dict(zip(names, line.split("|"))) for line in result.stdout.splitlines() if line]
+
+
+def describe(report: Dict[str, Any]) -> str:
+    """The screen."""
+    lines = [f"{report['run']}: {report['state']}" + (" (silent)" if report["silent"] else "")]
+    if report.get("step") is not None:
+        steps, loss = f"{report['step']:,} of {report['train_steps']:,}", report.get("loss")
+        lines.append(f"step             {steps}" + ("" if loss is None else f", loss {loss:.4f}"))
+        lines.append(f"tokens           {report.get('tokens') or 0:,}")
+    if report["state"] == "running":
+        lines.append(f"left             {format_duration(report.get('eta_s'))}")
+    lines.append(f"last checkpoint  {report['last_checkpoint'] or 'none'}")
+    if report["age_s"] is not None:
+        lines.append(f"written          {format_duration(report['age_s'])} ago")
+    holder = report["holder"]
+    if holder:
+        job = f"job {holder['job']}, " if holder["job"] else ""
+        lines.append(f"held by          {job}pid {holder['pid']} on {holder['host']}" + " (lapsed)" * holder["lapsed"])
+    if report["queue"] is None:
+        lines.append("queue            not asked: no job is known, or SLURM does not answer")
+    elif not report["queue"]:
+        lines.append("queue            the job is not in it")
+    for row in report["queue"] or []:
+        lines.append(
+            f"queue            job {row['job']} {row['state']}, {row['time']} of {row['limit']}, {row['where']}"
+        )
+    lines += [_start_line(start) for start in report["starts"][-5:]]
+    return "\n".join(lines)
+
+
+def _start_line(start: Dict[str, Any]) -> str:
+    name = f"start {start['restart'] + 1}"
+    if start.get("ended") is None:
+        return f"{name:<16} of job {start['job']}, from {start.get('checkpoint') or 'the beginning'}: has not ended"
+    took = format_duration(start["ended"] - start["began"])
+    code, verdict = start["exit_code"], start["verdict"]
+    after = "the end" if verdict == "end" else f"back into the queue, {verdict} s"
+    reached = start["reached"] or "no checkpoint"
+    return f"{name:<16} of job {start['job']}, {took}: {describe_code(code)}, {reached}; {after}"
+
+
+def alarm(report: Dict[str, Any]) -> Optional[str]:
+    """What a person should look at."""
+    if report["state"] == "failed":
+        return "the run has failed"
+    if report["silent"]:
+        return f"the run has not written for {format_duration(report['age_s'])}"
+    return None

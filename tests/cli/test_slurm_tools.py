@@ -1,0 +1,86 @@
+"""tools/launch_slurm.py and tools/run_status.py as their users run them."""
+
+import importlib.util
+import json
+
+import pytest
+
+from megatron_fbt.training.status import write_status
+
+JOB = "config: examples/configs/tiny_cpu.yaml\noverrides: [--run.dir, {run}]\nname: tiny\ndevices_per_node: 4\n"
+SBATCH = '#!/bin/sh\necho "$@" > "$(dirname "$0")/arguments"\necho "42;cluster"\n'
+
+
+@pytest.fixture
+def tool(repository, monkeypatch, capsys):
+    """Calls a tool; exit code, standard output, standard error."""
+    monkeypatch.chdir(repository)
+
+    def call(name, *arguments):
+        spec = importlib.util.spec_from_file_location(name, repository / "tools" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        code = module.main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job file whose run is in the test's folder."""
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.format(run=tmp_path / "run"))
+    return path
+
+
+def test_a_dry_run_prints_and_stores_nothing(tool, job, tmp_path):
+    code, out, err = tool("launch_slurm", "--job", job, "--dry_run")
+    assert (code, err) == (0, "") and out.startswith("#!/usr/bin/env bash\n") and "megatron_fbt.pretrain" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_script_is_stored_where_it_is_asked_for(tool, job, tmp_path):
+    code, out, _ = tool("launch_slurm", "--job", job, "--output", tmp_path / "here" / "job.sh", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["job"] is None and (tmp_path / "here" / "job.sh").read_text() == report["text"]
+    assert (tmp_path / "run" / "slurm").is_dir()  # SLURM does not make the folder of a log
+
+
+def test_a_job_is_stored_beside_its_run_and_submitted(tool, job, tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    code, out, _ = tool("launch_slurm", "--job", job, "--dependency", "afterok:41")
+    script = tmp_path / "run" / "slurm" / "tiny.sh"
+    assert code == 0 and out == f"script: {script}\njob: 42\n" and script.is_file()
+    assert (tmp_path / "arguments").read_text() == f"--parsable --dependency=afterok:41 {script}\n"
+
+
+def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = tool("launch_slurm", "--job", job)
+    assert code == 2 and "sbatch: not found" in err and "login node" in err
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    code, _, err = tool("launch_slurm", "--job", job)
+    assert code == 2 and "invalid partition" in err
+    job.write_text(job.read_text().replace("devices_per_node: 4", "devices_per_node: 3"))
+    code, _, err = tool("launch_slurm", "--job", job)
+    assert code == 2 and "3" in err
+    job.write_text("config: examples/configs/tiny_cpu.yaml\nlogs: a%b\ndevices_per_node: 4\n")
+    code, _, err = tool("launch_slurm", "--job", job)
+    assert code == 2 and "plain path" in err
+
+
+def test_status_of_a_run(tool, tmp_path):
+    write_status(tmp_path / "status.json", state="finished", step=5, train_steps=5, loss=1.0, tokens=10)
+    code, out, err = tool("run_status", tmp_path)
+    assert (code, err) == (0, "") and "finished" in out and "5 of 5" in out
+    code, out, _ = tool("run_status", tmp_path, "--json")
+    assert code == 0 and json.loads(out)["step"] == 5
+    write_status(tmp_path / "status.json", state="failed", step=5, train_steps=5)
+    code, _, err = tool("run_status", tmp_path)
+    assert code == 1 and "the run has failed" in err
+    assert tool("run_status", tmp_path / "none")[0] == 2

@@ -1,0 +1,75 @@
+"""Job files: defaults, unknown keys, wrong values, fit with the run's configuration."""
+
+import pytest
+
+from megatron_fbt.errors import ConfigError
+from megatron_fbt.slurm.job_file import load_job, run_dir_of
+
+
+@pytest.fixture
+def load(tmp_path):
+    """A job file from its text."""
+
+    def write(text):
+        path = tmp_path / "job.yaml"
+        path.write_text(text)
+        return load_job(path)
+
+    return write
+
+
+def test_fields_have_defaults(load):
+    job = load("config: a.yaml\nnodes: 4\ndevices_per_node: 8\nrequeue: {max_failures: 5}\n")
+    assert (job.world_size, job.launcher, job.time, job.requeue.max_failures) == (32, "torchrun", "24:00:00", 5)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("24:00:00", "24:00:00"), ("90", "90"), ("1-12:00:00", "1-12:00:00"), ("30:00", "30:00"), ("'10'", "10")],
+)
+def test_times_stay_as_they_are_written(load, text, expected):
+    assert load(f"config: a.yaml\ntime: {text}\n").time == expected
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("config: a.yaml\nnode: 2\n", ["node: unknown key", "did you mean nodes?"]),
+        ("config: a.yaml\nrequeue: {backof_s: 2}\n", ["requeue.backof_s: unknown key", "backoff_s"]),
+        ("config: a.yaml\nrequeue: 3\n", ["requeue = 3: not a section"]),
+        ("config: a.yaml\nnodes: 0\n", ["job.nodes = 0: out of range"]),
+        ("config: a.yaml\nnodes: two\n", ["job.nodes = 'two': wrong type", "integer"]),
+        ("nodes: 2\n", ["job.config = null", "give config or command"]),
+        ("config: a.yaml\ncommand: ls\n", ["job.config = 'a.yaml'", "give config or command"]),
+        ("config: a.yaml\narray: 0-3\n", ["job.array = '0-3'", "would train in one folder"]),
+        ("config: a.yaml\ntime: soon\n", ["job.time = 'soon'", "h:mm:ss"]),
+        ("config: a.yaml\nname: a b\n", ["job.name = 'a b'", "plain word"]),
+        ("config: a.yaml\npartition: a b\n", ["job.partition = 'a b'", "one word"]),
+        ("config: a.yaml\nsbatch: [mail]\n", ["job.sbatch", "dash"]),
+        ("config: a.yaml\ncontainer: {runtime: pyxis}\n", ["container.image = null", "give the image"]),
+        ("config: a.yaml\ncontainer: {image: x}\n", ["container.image = 'x'", "set container.runtime"]),
+        ("config: a.yaml\nconfig: b.yaml\n", ["given twice"]),
+        ("- 1\n", ["holds no fields"]),
+        ("{", ["cannot be read as YAML"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_a_remedy(load, text, parts):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert all(part in str(caught.value) for part in ["job.yaml", *parts]), str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match="no such file"):
+        load_job("/nowhere/job.yaml")
+
+
+def test_the_configuration_must_fit_the_number_of_ranks(load, repository, monkeypatch):
+    monkeypatch.chdir(repository)
+    job = load("config: examples/configs/tiny_cpu.yaml\nnodes: 2\ndevices_per_node: 2\n")
+    assert run_dir_of(job) == "runs/quickstart/run"
+    job.overrides = ["--run.dir", "runs/other"]
+    assert run_dir_of(job) == "runs/other"
+    job.nodes = 3
+    with pytest.raises(ConfigError, match="6"):
+        run_dir_of(job)

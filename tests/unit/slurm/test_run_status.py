@@ -1,0 +1,123 @@
+"""The screen about a run: what status.json, the lease, the starts and the queue say."""
+
+import json
+import time
+
+import pytest
+
+from megatron_fbt.errors import ConfigError
+from megatron_fbt.slurm import run_status
+from megatron_fbt.slurm.requeue import Start, write_start
+from megatron_fbt.slurm.run_status import collect, describe
+from megatron_fbt.training.lease import Lease
+from megatron_fbt.training.status import write_status
+
+QUEUE = 'echo "7|RUNNING|1:02:03|1-00:00:00|n[1-2]"'
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run folder; no SLURM."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def running(folder, **fields):
+    reached = {"step": 1200, "loss": 2.5, "tokens": 10**6, "last_checkpoint": "step_00001000"}
+    write_status(
+        folder / "status.json", **{"state": "running", "train_steps": 5000, "eta_s": 3700.0, **reached, **fields}
+    )
+
+
+def squeue(folder, text):
+    tool = folder.parent / "bin" / "squeue"
+    tool.write_text(f"#!/bin/sh\n{text}\n")
+    tool.chmod(0o755)
+
+
+def test_a_running_run(run):
+    running(run)
+    report = collect(str(run))
+    assert (report["step"], report["silent"], report["queue"], report["alarm"]) == (1200, False, None, None)
+    text = describe(report)
+    assert "running" in text and "1,200 of 5,000, loss 2.5000" in text and "1h01m" in text
+    assert "step_00001000" in text and "queue            not asked" in text
+
+
+def test_the_newest_checkpoint_is_what_the_folder_says(run):
+    running(run)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "latest").write_text("step_00001100\n")
+    assert collect(str(run))["last_checkpoint"] == "step_00001100"
+
+
+def test_the_queue_and_the_starts_of_the_last_job(run):
+    running(run)
+    squeue(run, QUEUE)
+    write_start(run, Start("6", 0, 10.0, None, 20.0, 2, None, "end"))
+    write_start(run, Start("7", 0, 100.0, None))
+    write_start(run, Start("7", 0, 100.0, None, 3700.0, 75, "step_00000500", "0"))
+    write_start(run, Start("7", 1, 3800.0, "step_00000500"))
+    report = collect(str(run))
+    assert report["queue"] == [
+        {"job": "7", "state": "RUNNING", "time": "1:02:03", "limit": "1-00:00:00", "where": "n[1-2]"}
+    ]
+    lines = describe(report).splitlines()
+    assert "queue            job 7 RUNNING, 1:02:03 of 1-00:00:00, n[1-2]" in lines
+    assert lines[-2:] == [
+        "start 1          of job 7, 1h00m: exit code 75, step_00000500; back into the queue, 0 s",
+        "start 2          of job 7, from step_00000500: has not ended",
+    ]
+
+
+@pytest.mark.parametrize(
+    "script, found", [("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", []), ("exit 1", None)]
+)
+def test_a_job_that_the_queue_has_forgotten(run, script, found):
+    running(run)
+    squeue(run, script)
+    write_start(run, Start("7", 0, 100.0, None))
+    assert collect(str(run))["queue"] == found
+
+
+def test_who_holds_the_folder(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    running(run)
+    lease = Lease(run, 60.0)
+    assert lease.try_to_take() is None
+    try:
+        report = collect(str(run))
+    finally:
+        lease.release()
+    assert report["holder"]["job"] == "9" and not report["holder"]["lapsed"]
+    assert "held by          job 9, pid" in describe(report)
+
+
+def test_a_silent_and_a_failed_run_raise_an_alarm(run):
+    running(run, time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600)))
+    report = collect(str(run))
+    assert report["silent"] and "1h00m" in report["alarm"] and "(silent)" in describe(report)
+    running(run, state="failed")
+    assert collect(str(run))["alarm"] == "the run has failed"
+
+
+def test_before_the_first_step_there_are_starts_alone(run):
+    write_start(run, Start("7", 0, 100.0, None))
+    assert collect(str(run))["state"] == "waiting"
+
+
+@pytest.mark.parametrize("content", [None, "{", json.dumps([1])])
+def test_what_is_no_run_is_refused(run, content):
+    if content is not None:
+        (run / "status.json").write_text(content)
+    with pytest.raises(ConfigError, match="name the folder of a run"):
+        collect(str(run))
+    with pytest.raises(ConfigError, match="no such folder"):
+        collect(str(run / "nothing"))
+
+
+def test_queue_of_without_slurm(run):
+    assert run_status.queue_of("7") is None
