@@ -1,5 +1,6 @@
 """What test_zero.py asserts on: the same steps under every sharding, and checkpoints that pass between them."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
@@ -61,7 +62,9 @@ class Job:
         more = {**tokenizer, **self.more}
         if self.sharding == "zero3" and self.model == "untied":  # by default it shards no small weights
             added = self.save.with_suffix(".json")
-            added.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+            draft = self.save.with_suffix(f".{os.getpid()}")  # all ranks write it, and one may be reading it
+            draft.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+            draft.replace(added)
             more["optimizer.deepspeed_config"] = str(added)
         return Case("", {**MODELS[self.model], **batch, "optimizer.sharding": self.sharding, **more})
 
