@@ -33,6 +33,7 @@ class MarkedTrainer(Trainer):
             self.last_saved = Path(step_folder(begin))
         self.validator = SimpleNamespace(run=self._validate)
         self.checkpointer = SimpleNamespace(pending=False, facts={})
+        self.stragglers = SimpleNamespace(look=lambda step, say: None)
         self.stops, self.bad, self.marks, self.clock = stops, bad, [], 0.0
 
     def _step(self, signals):
@@ -66,6 +67,9 @@ class MarkedReporter:
     def step(self, row, tokens, seconds, state):
         self.steps.append((row["step"], tokens, seconds))
         self.rows.append(row)
+
+    def say(self, message):
+        raise AssertionError(f"nothing is to be said: {message}")
 
     def skipped(self, step, reason, first_sample, last_sample):
         self.skips.append((step, first_sample, last_sample))
