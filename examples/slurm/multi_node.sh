@@ -46,7 +46,7 @@ log="runs/fbt_8b/slurm/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"
 # Runs the project's Python once, on this node.
 here() {
     srun --nodes=1 --ntasks=1 --container-image=/images/megatron_fbt.sqsh \
-        --container-mounts=/data:/data,/work/runs:/work/runs python "$@"
+        --container-mounts=/data:/data,/scratch:/scratch python "$@"
 }
 
 here -m megatron_fbt.slurm.requeue begin --run_dir "$run_dir"
@@ -58,16 +58,15 @@ code=0
 # Bad nodes are named before the run starts.
 run_step srun --nodes=8 --ntasks=8 --ntasks-per-node=1 --cpus-per-task=96 --kill-on-bad-exit=0 \
     --wait=0 --container-image=/images/megatron_fbt.sqsh \
-    --container-mounts=/data:/data,/work/runs:/work/runs python -m megatron_fbt.slurm.task check \
-    -m megatron_fbt.preflight --devices 8 --min_free_gb 10 --max_clock_skew_s 5 --slow_factor 0.7 \
-    --run_dir "$run_dir" || code=$?
+    --container-mounts=/data:/data,/scratch:/scratch python -m megatron_fbt.slurm.task check -m megatron_fbt.preflight \
+    --devices 8 --min_free_gb 10 --max_clock_skew_s 5 --slow_factor 0.7 --run_dir "$run_dir" || code=$?
 if [ -n "$warned" ]; then code=75; fi
 
 # The run: one launcher on each node. It goes on from its newest checkpoint.
 if [ "$code" = 0 ]; then
     run_step srun --nodes=8 --ntasks=8 --ntasks-per-node=1 --cpus-per-task=96 --kill-on-bad-exit=0 \
         --wait=30 --container-image=/images/megatron_fbt.sqsh \
-        --container-mounts=/data:/data,/work/runs:/work/runs python -m megatron_fbt.slurm.task node \
+        --container-mounts=/data:/data,/scratch:/scratch python -m megatron_fbt.slurm.task node \
         --nproc_per_node 8 --stop_grace_s 900 -m megatron_fbt.pretrain --config examples/configs/fbt_8b.yaml || code=$?
 fi
 

@@ -170,6 +170,11 @@ def _merged(added: Dict[str, Any], settings: Dict[str, Any], inside: str = "") -
     return merged
 
 
+def shards_over_stages(sharding: str) -> bool:
+    """Whether a sharding works over several pipeline stages."""
+    return ZERO_STAGES.get(sharding, 1) == 1
+
+
 def sharding_problems(config: PretrainConfig) -> List[str]:
     """What cannot be combined with optimizer.sharding."""
     optimizer, parallel = config.optimizer, config.parallel
@@ -178,7 +183,7 @@ def sharding_problems(config: PretrainConfig) -> List[str]:
     chosen = f"optimizer.sharding = {optimizer.sharding!r}"
     problems = []
     stages = parallel.pipeline_model_parallel_size
-    if optimizer.sharding != "zero1" and stages > 1:
+    if stages > 1 and not shards_over_stages(optimizer.sharding):
         problems.append(
             f"{chosen}: DeepSpeed shards gradients during the backward, which pipeline stages cannot agree on, and "
             f"parallel.pipeline_model_parallel_size = {stages}; set that to 1, or optimizer.sharding to zero1 or "

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Dict, List
 
-from megatron_fbt.config.deepspeed import ZERO_STAGES
+from megatron_fbt.config.deepspeed import ZERO_STAGES, shards_over_stages
 from megatron_fbt.config.parameter_count import StageCount, padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
@@ -58,10 +58,9 @@ def memory_report(config: PretrainConfig, data_parallel_size: int, vocab_size: i
 
 
 def _allowed(config: PretrainConfig, sharding: str) -> bool:
-    staged = config.parallel.pipeline_model_parallel_size > 1
-    return not (config.optimizer.type == "muon" and sharding != "none") and not (
-        staged and ZERO_STAGES.get(sharding, 1) > 1
-    )
+    stages = config.parallel.pipeline_model_parallel_size
+    muon_shards = config.optimizer.type == "muon" and sharding != "none"
+    return not muon_shards and (stages == 1 or shards_over_stages(sharding))
 
 
 def rank_memory(

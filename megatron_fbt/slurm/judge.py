@@ -5,19 +5,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Dict, List, Sequence
 
+from megatron_fbt.slurm.job import PreflightConfig
 from megatron_fbt.slurm.node_facts import NodeFacts
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a node must have."""
+    """What a node must have; see PreflightConfig."""
 
     devices: int = 0
     """GPUs on each node; 0 = CPUs are trained on."""
-    min_free_gb: float = 10.0
-    max_clock_skew_s: float = 5.0
-    slow_factor: float = 0.7
-    """A node below this part of the median speed is slow."""
+    min_free_gb: float = PreflightConfig.min_free_gb
+    max_clock_skew_s: float = PreflightConfig.max_clock_skew_s
+    slow_factor: float = PreflightConfig.slow_factor
 
 
 def judge(nodes: Sequence[NodeFacts], limits: Limits) -> Dict[str, List[str]]:

@@ -1,17 +1,16 @@
 """How the nodes of a preflight tell each other what they found: a store on the first node, and pair by pair."""
 
 import json
-import statistics
 import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_fbt.slurm.node_facts import NodeFacts
+from megatron_fbt.slurm.node_facts import NodeFacts, median_seconds
 
 MEGABYTES = {"cpu": 4, "cuda": 256}
 """10^6 bytes of what is sent to a neighbour and reduced."""
@@ -119,16 +118,9 @@ class Meeting:
         return _gb_s(swap, tensor)
 
 
-def _gb_s(action, tensor: torch.Tensor) -> float:
+def _gb_s(action: Callable[[], object], tensor: torch.Tensor) -> float:
     """10^9 bytes per second: a tensor's bytes over the median duration of an action."""
-    durations = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        action()
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-        durations.append(time.perf_counter() - began)
-    return tensor.nbytes / statistics.median(durations[1:]) / 1e9
+    return tensor.nbytes / median_seconds(action, tensor.device, REPEATS) / 1e9
 
 
 def _appears(path: Path) -> bool:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Callable, Dict, List, Optional
 
 import torch
 
@@ -69,14 +69,25 @@ def matmul_tflops(device: torch.device, size: int, repeats: int) -> float:
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     left = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / median_seconds(lambda: left @ left, device, repeats) / 1e12
+
+
+def median_seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median duration of an action, until the device has done it.
+
+    Args:
+        action: to time.
+        device: that it keeps busy.
+        repeats: times that count, after a first one that does not.
+    """
     durations = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        left @ left
+        action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         durations.append(time.perf_counter() - began)
-    return 2 * size**3 / statistics.median(durations[1:]) / 1e12
+    return statistics.median(durations[1:])
 
 
 def own_facts(run_dir: Path, mark: Path) -> NodeFacts:

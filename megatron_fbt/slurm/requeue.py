@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import List, Optional, Sequence
 
 from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError, DataError, StoppedBySignal
+from megatron_fbt.slurm.job import RequeueConfig
 
 FOLDER = "slurm"
 STARTS = "starts.jsonl"
@@ -60,18 +61,6 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How often a job may start again."""
-
-    max_failures: int = 3
-    """Starts in a row without a new checkpoint after which the job ends."""
-    max_restarts: Optional[int] = None
-    """Returns to the queue in all; None = any number."""
-    backoff_s: int = 60
-    """Seconds until the next start after a failure; twice as many after each further one, an hour at most."""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What becomes of the job."""
 
@@ -80,7 +69,7 @@ class Verdict:
     reason: str
 
 
-def decide(code: int, warned: str, starts: Sequence[Start], budget: Budget) -> Verdict:
+def decide(code: int, warned: str, starts: Sequence[Start], budget: RequeueConfig) -> Verdict:
     """Whether the job goes on.
 
     Args:
@@ -138,8 +127,13 @@ def newest_checkpoint(run_dir: Path) -> Optional[str]:
         return None
 
 
-def read_starts(run_dir: Path, job: str) -> List[Start]:
-    """Starts of one job; a line that a kill has cut short is left out."""
+def read_starts(run_dir: Path, job: Optional[str] = None) -> List[Start]:
+    """Starts of one job in their order; a line that a kill has cut short is left out.
+
+    Args:
+        run_dir: the run folder.
+        job: its id; None = the job that started last.
+    """
     try:
         lines = (run_dir / FOLDER / STARTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -150,9 +144,10 @@ def read_starts(run_dir: Path, job: str) -> List[Start]:
             start = Start(**json.loads(line))
         except (ValueError, TypeError):
             continue
-        if start.job == job:
-            starts[start.restart] = start  # the line of the end follows that of the beginning
-    return [starts[restart] for restart in sorted(starts)]
+        starts[start.job, start.restart] = start  # the line of the end follows that of the beginning
+    if job is None and starts:
+        job = max(starts.values(), key=lambda start: start.began).job
+    return sorted((start for start in starts.values() if start.job == job), key=lambda start: start.restart)
 
 
 def write_start(run_dir: Path, start: Start) -> None:
@@ -192,7 +187,9 @@ def end(options: Namespace, job: str, restart: int) -> Verdict:
     starts = read_starts(run_dir, job) or [Start(job, restart, time.time(), None)]
     last = starts[-1]
     last.ended, last.exit_code, last.reached = time.time(), options.exit_code, newest_checkpoint(run_dir)
-    budget = Budget(options.max_failures, options.max_restarts, options.backoff_s)
+    budget = RequeueConfig(
+        max_failures=options.max_failures, max_restarts=options.max_restarts, backoff_s=options.backoff_s
+    )
     verdict = decide(options.exit_code, options.warned, starts, budget)
     last.verdict = verdict.word
     write_start(run_dir, last)
@@ -206,9 +203,9 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--run_dir", required=True, help="the run folder")
     parser.add_argument("--exit_code", type=int, default=1, help="of the run")
     parser.add_argument("--warned", default="", help="signal that the script received")
-    parser.add_argument("--max_failures", type=int, default=Budget.max_failures)
+    parser.add_argument("--max_failures", type=int, default=RequeueConfig.max_failures)
     parser.add_argument("--max_restarts", type=int, default=None)
-    parser.add_argument("--backoff_s", type=int, default=Budget.backoff_s)
+    parser.add_argument("--backoff_s", type=int, default=RequeueConfig.backoff_s)
     parser.add_argument("--log", type=Path, help="the job's log, in which the last error is looked for")
     return parser
 

@@ -1,18 +1,19 @@
 """One screen about a run: where it stands, what its job is doing, how earlier starts ended. Needs no torch."""
 
-import json
 import os
 import shutil
 import subprocess
 import time
 from calendar import timegm
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from megatron_fbt.errors import ConfigError
-from megatron_fbt.slurm.requeue import FOLDER, STARTS, describe_code, newest_checkpoint
+from megatron_fbt.slurm.requeue import FOLDER, STARTS, describe_code, newest_checkpoint, read_starts
 from megatron_fbt.training.console import format_duration
 from megatron_fbt.training.lease import LEASE, read_holder
+from megatron_fbt.training.status import read_status
 
 SILENT_S = 600
 """A run that says it is running and has not written for so long is called silent."""
@@ -32,11 +33,12 @@ def collect(run: str) -> Dict[str, Any]:
     folder = Path(run)
     if not folder.is_dir():
         raise ConfigError(f"run {run!r}: no such folder; name the folder of a run (run.dir)")
-    status = _read_status(folder)
-    starts = _last_job(folder)
-    if status is None and not starts:
+    status = read_status(folder / "status.json")
+    starts = [asdict(start) for start in read_starts(folder)]
+    begun = "state" in status
+    if not begun and not starts:
         raise ConfigError(f"run {run!r}: neither status.json nor {FOLDER}/{STARTS} in it; name the folder of a run")
-    report: Dict[str, Any] = {"run": run, **(status or {"state": "waiting"})}
+    report: Dict[str, Any] = {"run": run, **(status if begun else {"state": "waiting"})}
     report["age_s"] = _age(report.get("time"))
     report["silent"] = report["state"] == "running" and (report["age_s"] or 0) > SILENT_S
     report["last_checkpoint"] = newest_checkpoint(folder) or report.get("last_checkpoint")
@@ -46,31 +48,6 @@ def collect(run: str) -> Dict[str, Any]:
     report["queue"] = queue_of(job) if job else None
     report["alarm"] = alarm(report)
     return report
-
-
-def _read_status(folder: Path) -> Optional[Dict[str, Any]]:
-    try:
-        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-        return status if isinstance(status, dict) and "state" in status else None
-    except (OSError, ValueError):
-        return None
-
-
-def _last_job(folder: Path) -> List[Dict[str, Any]]:
-    """Starts of the job that started last, each by its newest line."""
-    rows: Dict[Any, Dict[str, Any]] = {}
-    try:
-        lines = (folder / FOLDER / STARTS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            rows[row["job"], row["restart"]] = row
-        except (ValueError, KeyError, TypeError):
-            continue
-    last = max(rows.values(), key=lambda row: row.get("began") or 0, default=None)
-    return [row for row in rows.values() if row["job"] == last["job"]] if last else []
 
 
 def _age(written: Optional[str]) -> Optional[float]:

@@ -9,14 +9,19 @@ from typing import Any, Dict, Union
 from megatron_fbt.training.metrics import json_ready, replace_file
 
 
-def known_status(path: Path) -> Dict[str, Any]:
-    """What an earlier start has written about how far the run is; empty if there is nothing that can be read."""
+def read_status(path: Path) -> Dict[str, Any]:
+    """A status file; empty if there is nothing that can be read."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    names = ("step", "loss", "tokens", "last_checkpoint")
-    return {name: status[name] for name in names if name in status} if isinstance(status, dict) else {}
+    return status if isinstance(status, dict) else {}
+
+
+def known_status(path: Path) -> Dict[str, Any]:
+    """What an earlier start has written about how far the run is; empty if there is nothing that can be read."""
+    status = read_status(path)
+    return {name: status[name] for name in ("step", "loss", "tokens", "last_checkpoint") if name in status}
 
 
 def write_status(path: Union[str, Path], **fields: Any) -> None:

@@ -13,13 +13,11 @@ import yaml
 
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.slurm.submit import launch
-from megatron_fbt.training.metrics import read_metrics
-from tests.distributed.run_case import run_config
+from tests.distributed.run_case import rows_of, run_config
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 16
-TIMES = ("seconds", "tokens_per_second", "model_tflops")
 STEP_S = 120
 """Seconds that starting four processes may take on a busy machine."""
 
@@ -106,8 +104,7 @@ class Jobs:
 
     def rows(self, name: str) -> List[Dict[str, Any]]:
         """Rows of metrics.jsonl without durations."""
-        rows = read_metrics(self.folder / name / "metrics.jsonl")
-        return [{field: value for field, value in row.items() if field not in TIMES} for row in rows]
+        return rows_of(self.folder / name)
 
     def workers(self, name: str) -> List[int]:
         """Processes of this machine that train a run, launchers left out."""

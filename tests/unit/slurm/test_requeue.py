@@ -5,9 +5,10 @@ import json
 import pytest
 
 from megatron_fbt.errors import FBTError
-from megatron_fbt.slurm.requeue import MEANINGS, Budget, Start, decide, last_error, main, read_starts
+from megatron_fbt.slurm.job import RequeueConfig
+from megatron_fbt.slurm.requeue import MEANINGS, Start, decide, last_error, main, read_starts
 
-BUDGET = Budget(max_failures=3, max_restarts=None, backoff_s=60)
+BUDGET = RequeueConfig(max_failures=3, max_restarts=None, backoff_s=60)
 
 
 def starts(*progress, first=0):
@@ -48,7 +49,7 @@ def test_failures_wait_longer_each_time_and_then_end(code):
 
 
 def test_back_off_ends_at_an_hour():
-    assert decide(1, "", starts(*[False] * 20), Budget(99, None, 60)).word == "3600"
+    assert decide(1, "", starts(*[False] * 20), RequeueConfig(max_failures=99, backoff_s=60)).word == "3600"
 
 
 def test_a_new_checkpoint_gives_the_budget_back():
@@ -62,7 +63,7 @@ def test_a_warned_run_that_never_gets_further_ends_too():
 
 
 def test_a_limit_of_all_restarts():
-    budget = Budget(3, 2, 60)
+    budget = RequeueConfig(max_failures=3, max_restarts=2, backoff_s=60)
     assert decide(75, "USR1", starts(True, True), budget).word == "0"
     verdict = decide(75, "USR1", starts(True, True, True), budget)
     assert verdict.word == "end" and "requeue.max_restarts" in verdict.reason
