@@ -1,6 +1,7 @@
 """Signals to any process of a run, the second one, and runs that meet in one folder; real processes."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -45,10 +46,11 @@ def start(tmp_path, repository):
     yield begin
     for launcher in launchers:
         launcher.kill()
-        launcher.communicate()
     for file in tmp_path.glob("pid.*"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(file.read_text()), signal.SIGKILL)
+    for launcher in launchers:
+        launcher.communicate()  # ends with the last process that holds the pipes
 
 
 def launch(folder, repository, *arguments, processes=2, **settings):
@@ -66,7 +68,9 @@ def launch(folder, repository, *arguments, processes=2, **settings):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     environment.update(PYTHONPATH=str(repository), OMP_NUM_THREADS="1")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=environment, **pipes)
+    # Tests that run in the background of a shell ignore SIGINT, and what they start would, too.
+    interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, text=True, env=environment, preexec_fn=interruptible, **pipes)
 
 
 def wait_until(condition, launcher, seconds=150):
