@@ -8,7 +8,7 @@ example:
 Answers are written greedily after a plain prompt, on rows that no run was trained on. The last line of the table has
 the accuracy of 1, 2, 3, ... parallel passes that read the true answers. Writes task_accuracy.json and
 task_accuracy.png.
-Exit codes: 0 done, 2 options, 4 model folder.
+Exit codes: 0 done, 2 options, 4 model folder, 5 logits or states that are not finite.
 """
 
 import argparse

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_fbt.analysis.fixed_point import pass_states
 from megatron_fbt.analysis.tasks import TaskRows
 from megatron_fbt.data.labelled import NO_LOSS
+from megatron_fbt.errors import BadNumbersError
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,15 @@ def accuracy_by_passes(model: Any, rows: TaskRows, passes: Sequence[int]) -> Dic
         model: An exported model, in evaluation mode.
         rows: Of a task; labels on the same positions in all rows.
         passes: Each from 1 to T.
+
+    Raises:
+        BadNumbersError: A state is not finite.
     """
     plain = None if rows.feedback is None else (~rows.feedback).expand_as(rows.input_ids)
     scored, found = rows.labels[0] != NO_LOSS, {}
     for k, state in enumerate(pass_states(model, rows.input_ids, max(passes), plain), start=1):
+        if not state.isfinite().all():
+            raise BadNumbersError(f"the states of pass {k} are not finite; the model's weights are bad")
         if k in passes:
             found[k] = measure(model.lm_head(state).argmax(-1) == rows.labels, scored)
     return found

@@ -4,13 +4,13 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import yaml
 
 from megatron_fbt.errors import DataError
 from megatron_fbt.training.console import VALIDATION_FIELD, pass_values
-from megatron_fbt.training.metrics import read_metrics
+from megatron_fbt.training.metrics import number, read_metrics
 
 AXES = {"tokens": "tokens", "token_equivalents": "token-equivalents"}
 """Fields of metrics.jsonl that count work, with their names for people."""
@@ -93,11 +93,16 @@ class Run:
         return value
 
 
-def without_cut_rows(rows: Iterable[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
-    """Rows in the order of their steps; where a run was started again, the later row of a step holds."""
+def without_cut_rows(rows: Iterable[Mapping[str, Any]], needed: Sequence[str]) -> List[Mapping[str, Any]]:
+    """Rows in the order of their steps; where a run was started again, the later row of a step holds.
+
+    Args:
+        rows: In the order of the file.
+        needed: Fields without which, as finite numbers that are not negative, a row is left out; `step` is always.
+    """
     kept: List[Mapping[str, Any]] = []
     for row in rows:
-        if not all(isinstance(row.get(name), (int, float)) for name in ("step", *AXES)):
+        if any((value := number(row.get(name))) is None or value < 0 for name in ("step", *needed)):
             continue
         while kept and kept[-1]["step"] >= row["step"]:
             kept.pop()
@@ -117,7 +122,7 @@ def read_run(folder: str, name: Optional[str] = None) -> Run:
     if not (path / "metrics.jsonl").is_file():
         raise DataError(f"run {folder}: no metrics.jsonl in it; name the run.dir of a run that has trained")
     found = read_metrics(path / "metrics.jsonl")
-    rows = without_cut_rows(found)
+    rows = without_cut_rows(found, list(AXES))
     curves = {"training": _training_curve(rows), **_validation_curves(rows)}
     curves = {metric: curve for metric, curve in curves.items() if curve.y}
     if not curves:
@@ -125,7 +130,7 @@ def read_run(folder: str, name: Optional[str] = None) -> Run:
     notes = []
     if len(rows) < len(found):
         notes.append(f"{len(found) - len(rows)} rows belong to steps that were executed again, or are not whole")
-    if bad := [row["step"] for row in rows if any(row[name] is None for name in row if "loss_pass_" in name)]:
+    if bad := [row["step"] for row in rows if any(number(row[name]) is None for name in row if "loss_pass_" in name)]:
         notes.append(f"losses that are not finite are left out; steps with such: {len(bad)}, the last is {bad[-1]}")
     if (state := _state(path)) not in (None, "finished"):
         notes.append(f"status.json says that it is {state}, not finished: its last losses are not those of a whole run")
@@ -137,7 +142,7 @@ def _validation_curves(rows: List[Mapping[str, Any]]) -> Dict[str, Curve]:
     curves = {metric: Curve() for metric in ("last_pass", "best_pass", "pass_1", "soft")}
     for row in rows:
         losses = pass_values(row, VALIDATION_FIELD)
-        values = {"soft": row.get("validation_loss_soft")}
+        values = {"soft": number(row.get("validation_loss_soft"))}
         if losses:
             finite = [loss for loss in losses if loss is not None]
             values.update(last_pass=losses[-1], pass_1=losses[0], best_pass=min(finite, default=None))
@@ -150,8 +155,8 @@ def _validation_curves(rows: List[Mapping[str, Any]]) -> Dict[str, Curve]:
 def _training_curve(rows: List[Mapping[str, Any]]) -> Curve:
     curve, recent = Curve(), []
     for row in rows:
-        if row.get("loss_pass_1") is not None:
-            recent = [*recent, row["loss_pass_1"]][-SMOOTHING:]
+        if (loss := number(row.get("loss_pass_1"))) is not None:
+            recent = [*recent, loss][-SMOOTHING:]
             curve.add(row, sum(recent) / len(recent))
     return curve
 

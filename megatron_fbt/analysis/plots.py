@@ -1,9 +1,11 @@
-"""Figures as PNG files, without a display. Needs matplotlib (the extra `plots`)."""
+"""Reports and their figures as files: JSON, and PNG without a display. Figures need matplotlib (the extra `plots`)."""
 
+import json
 from pathlib import Path
-from typing import Any, Tuple
+from typing import Any, Dict, Tuple
 
 from megatron_fbt.errors import ConfigError
+from megatron_fbt.training.metrics import json_ready, replace_file
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Distinct for colour-blind readers too (Okabe and Ito)."""
@@ -35,7 +37,7 @@ def new_figure(panels: int, title: str) -> Tuple[Any, Any]:
 
     figure = Figure(figsize=(6.5 * panels, 4.8), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(plain_text(title), fontsize=12)
     axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
     for axis in axes:
         axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
@@ -43,9 +45,26 @@ def new_figure(panels: int, title: str) -> Tuple[Any, Any]:
     return figure, axes
 
 
+def plain_text(text: str) -> str:
+    """Text that matplotlib shows as it is: no formula between dollars, and a label that a legend does not leave out."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
 def model_name(folder: str) -> str:
     """How a plot calls an exported model: its folder, and the one that this lies in."""
     return "/".join(Path(folder).absolute().parts[-2:])
+
+
+def save_report(report: Dict[str, Any], path: Path) -> None:
+    """Write a report as strict JSON; what is not finite becomes null.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        replace_file(path, json.dumps(json_ready(report), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def save(figure: Any, path: Path) -> None:

@@ -37,8 +37,10 @@ def read_text(path: str) -> str:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"text {path}: cannot be read as UTF-8 ({error})") from error
+    except OSError as error:
+        raise DataError(f"text {path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"text {path}: not UTF-8 ({error})") from error
     if not text.strip():
         raise DataError(f"text {path}: it is empty; give text that the model was not trained on")
     return text

@@ -1,18 +1,27 @@
 """What tools/compare_runs.py does: runs, report, plot."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from megatron_fbt.analysis.compare import compare_runs, read_runs
 from megatron_fbt.analysis.curves import AXES, METRICS, Run
-from megatron_fbt.analysis.plots import COLORS, new_figure, output_folder, require_matplotlib, save
+from megatron_fbt.analysis.plots import (
+    COLORS,
+    new_figure,
+    output_folder,
+    plain_text,
+    require_matplotlib,
+    save,
+    save_report,
+)
 from megatron_fbt.training.console import format_count
-from megatron_fbt.training.metrics import json_ready, replace_file
+from megatron_fbt.training.metrics import json_ready
 
 STYLES = {"last_pass": "-", "pass_1": "--", "soft": ":", "training": "-"}
 """Losses that are drawn, with their line styles."""
+MOST_IN_PANEL = 8
+"""Entries of a legend that still leave room for the curves."""
 EARLY = 0.3
 """Share of a run whose losses may lie above the plot."""
 
@@ -30,7 +39,7 @@ def compare(folders: Sequence[str], baseline: Optional[str] = None, output: Opti
     report = json_ready(compare_runs(runs))
     if output is not None:
         folder = output_folder(output)
-        replace_file(folder / "compare_runs.json", json.dumps(report, indent=1) + "\n")
+        save_report(report, folder / "compare_runs.json")
         draw(runs, report, folder / "compare_runs.png")
     return report
 
@@ -49,9 +58,18 @@ def draw(runs: Sequence[Run], report: Dict[str, Any], path: Path) -> None:
         panel.set_xlim(left=0)
         panel.xaxis.set_major_formatter(lambda value, _: format_count(value))
         if axis == "tokens" or needs:
-            panel.legend(handles=None if axis == "tokens" else needs, fontsize=8, loc="upper right")
+            _add_legend(figure, panel, panel.get_lines() if axis == "tokens" else needs)
     axes[0].set_ylabel("loss (nats per token)")
     save(figure, path)
+
+
+def _add_legend(figure: Any, panel: Any, lines: Sequence[Any]) -> None:
+    """In the panel, or under both where it would cover the curves."""
+    named = [line for line in lines if not line.get_label().startswith("_")]
+    if len(named) > MOST_IN_PANEL:
+        figure.legend(handles=named, fontsize=8, loc="outside lower center", ncols=2)
+    else:
+        panel.legend(handles=named, fontsize=8, loc="upper right")
 
 
 def _drawn(report: Dict[str, Any]) -> List[str]:
@@ -77,7 +95,7 @@ def _draw_curve(panel: Any, run: Run, metric: str, axis: str, color: str) -> Non
     if metric in run.curves and not repeated:
         curve = run.curves[metric]
         marker = "" if metric == "training" else "o"
-        label = f"{run.name}: {METRICS[metric]}"
+        label = plain_text(f"{run.name}: {METRICS[metric]}")
         panel.plot(curve.x[axis], curve.y, STYLES[metric], color=color, marker=marker, markersize=3, label=label)
 
 
@@ -88,7 +106,8 @@ def _draw_needs(panel: Any, report: Dict[str, Any], axis: str, metric: str, colo
         if (found["axis"], found["metric"], found["status"]) == (axis, metric, "reached"):
             level, color = found["final_loss"], colors[found["run"]]
             ends = (found["final_at"], found["baseline_needs"])
-            label = f"for {level:.3f}, {report['baseline']} needs {found['ratio']:.2f}x the {AXES[axis]}"
+            needed = f"for {level:.3f}, {report['baseline']} needs {found['ratio']:.2f}x the {AXES[axis]}"
+            label = plain_text(needed)
             lines += panel.plot(ends, (level, level), "-.", color=color, linewidth=1, label=label)
             panel.plot(ends[1:], [level], "x", color=color)
     return lines

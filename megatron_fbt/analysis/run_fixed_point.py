@@ -1,19 +1,27 @@
 """What tools/fixed_point.py does: rows, iteration, report, plot."""
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Optional
 
 from megatron_fbt.analysis.fixed_point import PassSeries, iterate
-from megatron_fbt.analysis.plots import COLORS, model_name, new_figure, output_folder, require_matplotlib, save
+from megatron_fbt.analysis.plots import (
+    COLORS,
+    model_name,
+    new_figure,
+    output_folder,
+    require_matplotlib,
+    save,
+    save_report,
+)
 from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.analysis.rows import TokenRows, indexed_rows, text_rows
 from megatron_fbt.analysis.stability import assess, judged_norms
 from megatron_fbt.errors import BadNumbersError, ConfigError
 from megatron_fbt.inference.text import check_model_folder, load_model, load_network
-from megatron_fbt.training.metrics import json_ready, replace_file
+
+MOST_PASSES = 100_000
 
 
 @dataclass
@@ -79,7 +87,7 @@ def measure(options: FixedPointOptions) -> Dict[str, Any]:
         "seed": options.seed,
         **assess(series, trained, options.margin),
     }
-    replace_file(folder / "fixed_point.json", json.dumps(json_ready(report), indent=1) + "\n")
+    save_report(report, folder / "fixed_point.json")
     draw(report, series, folder / "fixed_point.png")
     return report
 
@@ -89,6 +97,8 @@ def _check(options: FixedPointOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
+    if options.passes > MOST_PASSES:
+        raise ConfigError(f"passes={options.passes}: must be at most {MOST_PASSES:,}")
     if not 0 <= options.margin < float("inf"):
         raise ConfigError(f"margin={options.margin}: must be a finite number, 0 or larger")
     if options.seed < 0:

@@ -1,7 +1,6 @@
 """What tools/probe_state.py does: facts, layer inputs, probes, report, plot."""
 
 import itertools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,21 @@ from torch import Tensor
 
 from megatron_fbt.analysis.facts import NO_LABEL, Facts, read_facts
 from megatron_fbt.analysis.layer_inputs import layer_inputs, passes_of
-from megatron_fbt.analysis.plots import COLORS, model_name, new_figure, output_folder, require_matplotlib, save
+from megatron_fbt.analysis.plots import (
+    COLORS,
+    model_name,
+    new_figure,
+    output_folder,
+    require_matplotlib,
+    save,
+    save_report,
+)
 from megatron_fbt.analysis.probe import cross_validate, fold_numbers
 from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.errors import BadNumbersError, ConfigError
 from megatron_fbt.inference.text import check_model_folder, load_model, load_network
-from megatron_fbt.training.metrics import json_ready, replace_file
 
+MOST_PASSES = 100_000
 CAUTION = (
     "A probe shows that a fact is present in a vector, not that training put it there or that the model uses it: a "
     "fusion layer that was never trained carries much of h(t-1) as well. Pair it with a test of accuracy."
@@ -93,7 +100,7 @@ def measure(options: ProbeOptions) -> Dict[str, Any]:
         "results": results,
         "caution": CAUTION,
     }
-    replace_file(folder / "probe_state.json", json.dumps(json_ready(report), indent=1) + "\n")
+    save_report(report, folder / "probe_state.json")
     draw(report, folder / "probe_state.png")
     return report
 
@@ -104,8 +111,11 @@ def _check(options: ProbeOptions) -> None:
             raise ConfigError(f"{name}={getattr(options, name)}: must be at least {low}")
     if not 0 <= options.l2 < math.inf:
         raise ConfigError(f"l2={options.l2}: must be a finite number, 0 or larger")
+    if options.seed >= 2**63:
+        raise ConfigError(f"seed={options.seed}: must be smaller than 2^63")
     for regime in options.regimes:
-        passes_of(regime)
+        if passes_of(regime) > MOST_PASSES:
+            raise ConfigError(f"regime {regime!r}: more than {MOST_PASSES:,} passes; give recurrent, their limit")
     check_model_folder(options.model)
     require_matplotlib()
 

@@ -1,6 +1,6 @@
 """The same weights decoded with and without feedback, beside a standard transformer: tools/task_accuracy.py."""
 
-import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -8,12 +8,10 @@ from typing import Any, Dict, List, Optional
 import torch
 
 from megatron_fbt.analysis.accuracy import Accuracy, accuracy_by_passes, generation_accuracy
-from megatron_fbt.analysis.plots import COLORS, new_figure, require_matplotlib, save
-from megatron_fbt.analysis.run_fixed_point import output_folder
+from megatron_fbt.analysis.plots import COLORS, new_figure, output_folder, require_matplotlib, save, save_report
 from megatron_fbt.analysis.tasks import TASKS, TaskRows
-from megatron_fbt.errors import CheckpointError, ConfigError
+from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError
 from megatron_fbt.inference.text import check_model_folder, load_network
-from megatron_fbt.training.metrics import replace_file
 
 PASSES = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -36,15 +34,22 @@ def measure(options: TaskReportOptions) -> Dict[str, Any]:
 
     Raises:
         ConfigError: An option without a meaning, or matplotlib is missing.
-        CheckpointError: No exported model, or one of another vocabulary than the task's.
+        CheckpointError: No exported model, one of another vocabulary than the task's, or a baseline with feedback.
+        BadNumbersError: A model's logits are not finite.
     """
     rows = make_rows(options.task, options.rows, options.length, options.seed)
     require_matplotlib()
     for model in (options.model, options.baseline):
         if model is not None:
             check_model_folder(model)
-    feedback = _load(options.model, options.task)
-    baseline = None if options.baseline is None else _load(options.baseline, options.task)
+    feedback = _load(options.model, options)
+    baseline = None if options.baseline is None else _load(options.baseline, options)
+    if baseline is not None and baseline.config.passes > 1:
+        raise CheckpointError(
+            f"baseline {options.baseline}: it was trained with {baseline.config.passes} passes, a standard transformer "
+            "has one; if the two folders are swapped, give this one as --model"
+        )
+    by_passes = accuracy_by_passes(feedback, rows, [k for k in PASSES if k < options.length] + [options.length])
     folder = output_folder(options.output)
     found = {
         "FBT, SOFT": generation_accuracy(feedback, rows, "soft"),
@@ -52,7 +57,6 @@ def measure(options: TaskReportOptions) -> Dict[str, Any]:
     }
     if baseline is not None:
         found["standard transformer"] = generation_accuracy(baseline, rows, "standard")
-    by_passes = accuracy_by_passes(feedback, rows, [k for k in PASSES if k < options.length] + [options.length])
     report = {
         "task": options.task,
         "rows": options.rows,
@@ -60,18 +64,23 @@ def measure(options: TaskReportOptions) -> Dict[str, Any]:
         "generated": {name: asdict(accuracy) for name, accuracy in found.items()},
         "given_answers": {str(k): asdict(accuracy) for k, accuracy in by_passes.items()},
     }
-    replace_file(folder / "task_accuracy.json", json.dumps(report, indent=1) + "\n")
+    save_report(report, folder / "task_accuracy.json")
     draw(options, found, folder / "task_accuracy.png")
     return report
 
 
-def _load(folder: str, task: str) -> Any:
-    model, needed = load_network(folder).float(), TASKS[task].vocab_size
-    if model.config.vocab_size < needed:
+def _load(folder: str, options: TaskReportOptions) -> Any:
+    model, needed = load_network(folder).float(), TASKS[options.task].vocab_size
+    if model.config.vocab_size != needed:
         raise CheckpointError(
-            f"model {folder}: its vocabulary of {model.config.vocab_size} ids is not that of the task {task}, which "
-            f"has {needed}; give a model that was trained on rows of this task"
+            f"model {folder}: its vocabulary of {model.config.vocab_size} ids is not that of the task {options.task}, "
+            f"which has {needed}; give a model that was trained on rows of this task"
         )
+    if (trained := model.config.max_position_embeddings) < options.length:
+        print(f"warning: rows of {options.length}, model {folder} was trained on rows of {trained}", file=sys.stderr)
+    with torch.no_grad():
+        if not model(torch.zeros(1, 2, dtype=torch.int64), regime="standard").logits.isfinite().all():
+            raise BadNumbersError(f"model {folder}: its logits are not finite; its weights are bad")
     return model
 
 

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
+from megatron_fbt.analysis.curves import without_cut_rows
 from megatron_fbt.errors import DataError
 from megatron_fbt.training.console import VALIDATION_FIELD, pass_values
-from megatron_fbt.training.metrics import read_metrics
+from megatron_fbt.training.metrics import number, read_metrics
 
 SEQUENTIAL = re.compile(r"validation_loss_(soft|soft_trained|fused_\d+)")
 """Fields of the losses under the recurrence."""
@@ -15,7 +16,8 @@ SEQUENTIAL = re.compile(r"validation_loss_(soft|soft_trained|fused_\d+)")
 def read_validations(run: str) -> List[Dict[str, Any]]:
     """[{"step", "losses": [loss of pass 1, ...], "sequential": {"soft": loss, "soft_trained": ..., "fused_1": ...}}].
 
-    A loss that was not finite is None; `sequential` is empty where only the passes were measured.
+    A loss that was not finite is None; `sequential` is empty where only the passes were measured. Where steps were
+    executed again, their later validation holds.
 
     Raises:
         DataError: There is no such run folder, or no validation in it.
@@ -23,10 +25,10 @@ def read_validations(run: str) -> List[Dict[str, Any]]:
     path, found = Path(run) / "metrics.jsonl", []
     if not path.is_file():
         raise DataError(f"run {run}: no metrics.jsonl there; name the run.dir of a run that has trained")
-    for row in read_metrics(path):
+    for row in without_cut_rows(read_metrics(path), []):
         losses = pass_values(row, VALIDATION_FIELD)
         if losses:
-            sequential = {match[1]: loss for name, loss in row.items() if (match := SEQUENTIAL.fullmatch(name))}
+            sequential = {match[1]: number(row[name]) for name in row if (match := SEQUENTIAL.fullmatch(name))}
             found.append({"step": row["step"], "losses": losses, "sequential": sequential})
     if not found:
         raise DataError(f"{path}: no row has {VALIDATION_FIELD.format(1)}; has the run got as far as a validation?")

@@ -3,6 +3,8 @@
 import math
 from typing import Mapping, Optional, Sequence, Union
 
+from megatron_fbt.training.metrics import number
+
 # Fields of a row that hold the loss of pass k, k = 1, 2, ...
 LOSS_FIELD = "loss_pass_{}"
 VALIDATION_FIELD = "validation_loss_pass_{}"
@@ -39,13 +41,15 @@ def format_count(value: float) -> str:
 def pass_values(row: Mapping[str, object], field: str = LOSS_FIELD) -> list:
     """Values of a per-pass field, [value of pass 1, value of pass 2, ...]; empty where the row has none.
 
+    What is not a finite number is None.
+
     Args:
         row: a row of metrics.jsonl.
         field: `LOSS_FIELD` or `VALIDATION_FIELD`.
     """
     values = []
     while field.format(len(values) + 1) in row:
-        values.append(row[field.format(len(values) + 1)])
+        values.append(number(row[field.format(len(values) + 1)]))
     return values
 
 

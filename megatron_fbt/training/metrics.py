@@ -4,9 +4,10 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections import deque
 from pathlib import Path
-from typing import Any, Deque, Dict, List, Mapping, Union
+from typing import Any, Deque, Dict, List, Mapping, Optional, Union
 
 
 def json_ready(value: Any) -> Any:
@@ -58,6 +59,12 @@ def replace_file(path: Union[str, Path], text: str, durable: bool = True) -> Non
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def number(value: Any) -> Optional[float]:
+    """A finite number of a row that may have been written by anything; None for all else."""
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return value if usable else None
 
 
 def read_metrics(path: Union[str, Path]) -> List[Dict[str, Any]]:

@@ -102,6 +102,7 @@ def test_weights_that_are_not_numbers(tool, text, tmp_path, capsys):
     "arguments, code, word",
     [
         (["--passes", "0"], 2, "passes=0"),
+        (["--passes", "100000000000000"], 2, "at most 100,000"),
         (["--passes", "3"], 2, "trained depth, 3"),
         (["--length", "3"], 2, "trained depth, 3"),
         (["--rows", "0"], 2, "rows=0"),
@@ -111,7 +112,7 @@ def test_weights_that_are_not_numbers(tool, text, tmp_path, capsys):
         (["--device", "nonsense"], 2, "nonsense"),
         (["--length", "1"], 2, "length=1"),
         (["--length", "1000"], 3, "one row needs 1000"),
-        (["--text", "absent.txt"], 3, "absent.txt"),
+        (["--text", "absent.txt"], 3, "absent.txt: cannot be read (No such file or directory)"),
         (["--model", "absent"], 4, "convert_to_hf.py"),
     ],
 )

@@ -94,6 +94,8 @@ def test_an_export_without_a_tokenizer_needs_ids(tool, folder, tmp_path, capsys)
         (["--folds", "1"], 2, "folds=1"),
         (["--l2", "nan"], 2, "l2=nan"),
         (["--regimes", "plain,soft"], 2, "'soft'"),
+        (["--regimes", "fused100000000000000"], 2, "more than 100,000 passes"),
+        (["--seed", "9223372036854775808"], 2, "seed=9223372036854775808"),
         (["--layer", "3"], 2, "layer=3"),
         (["--facts", "absent.jsonl"], 3, "absent.jsonl"),
         (["--model", "absent"], 4, "convert_to_hf.py"),

@@ -23,8 +23,23 @@ def tool(repository):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    return task_export(tmp_path_factory.mktemp("exports") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    return task_export(tmp_path_factory.mktemp("exports") / "baseline", passes=1)
+
+
+def task_export(path, passes=2, vocab_size=TASKS["cot5"].vocab_size, spoil=""):
+    """An export with the weights that the sizes give; `spoil` names a parameter with one NaN."""
     config = tiny_config()
-    return export(tmp_path_factory.mktemp("exports") / "tiny", random_weights(config), config)
+    config.model.vocab_size, config.feedback.eval_passes = vocab_size, passes
+    weights = random_weights(config, vocab_size)
+    for name in weights:
+        if spoil and spoil in name:
+            weights[name].view(-1)[0] = float("nan")
+    return export(path, weights, config)
 
 
 def test_rows_are_those_of_the_task(tool, tmp_path, capsys):
@@ -56,18 +71,41 @@ def test_a_place_that_cannot_be_written_is_told(tool, tmp_path, capsys):
     assert "cannot be written (No such file or directory)" in capsys.readouterr().err
 
 
-def test_a_model_of_another_task_is_refused(tool, tmp_path, capsys):
-    config = tiny_config()
-    config.model.vocab_size = TASKS["parity"].vocab_size
-    folder = export(tmp_path / "parity", random_weights(config, config.model.vocab_size), config)
+@pytest.mark.parametrize("task", ["parity", "fsm"])
+def test_a_model_of_another_task_is_refused(tool, tmp_path, capsys, task):
+    folder = task_export(tmp_path / task, vocab_size=TASKS[task].vocab_size)
     assert tool("task_accuracy").main(["--model", str(folder), "--rows", "2", "--output", str(tmp_path / "out")]) == 4
     error = capsys.readouterr().err
-    assert "vocabulary of 4 ids" in error and "which has 8" in error and not (tmp_path / "out").exists()
+    assert (
+        f"vocabulary of {TASKS[task].vocab_size} ids" in error
+        and "which has 8" in error
+        and not (tmp_path / "out").exists()
+    )
 
 
-def test_answers_of_two_models(tool, folder, tmp_path, capsys):
+@pytest.mark.parametrize("spoil", ["word_embeddings", "fusion"])
+def test_weights_that_are_not_numbers(tool, tmp_path, capsys, spoil):
+    folder = task_export(tmp_path / "bad", spoil=spoil)
+    arguments = ["--model", str(folder), "--rows", "4", "--length", "8", "--output", str(tmp_path / "out")]
+    assert tool("task_accuracy").main(arguments) == 5
+    assert "not finite" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_baseline_that_was_trained_with_feedback_is_refused(tool, folder, baseline, tmp_path, capsys):
+    arguments = ["--model", str(baseline), "--baseline", str(folder), "--output", str(tmp_path / "out")]
+    assert tool("task_accuracy").main(arguments) == 4
+    assert "trained with 2 passes" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_rows_longer_than_the_model_was_trained_on_are_told(tool, folder, tmp_path, capsys):
+    arguments = ["--model", str(folder), "--rows", "2", "--length", "66", "--output", str(tmp_path / "out")]
+    assert tool("task_accuracy").main(arguments) == 0
+    assert "was trained on rows of 64" in capsys.readouterr().err
+
+
+def test_answers_of_two_models(tool, folder, baseline, tmp_path, capsys):
     output = tmp_path / "results"
-    arguments = ["--model", str(folder), "--baseline", str(folder), "--rows", "20", "--length", "8"]
+    arguments = ["--model", str(folder), "--baseline", str(baseline), "--rows", "20", "--length", "8"]
     assert tool("task_accuracy").main([*arguments, "--output", str(output), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((output / "task_accuracy.json").read_text())

@@ -82,6 +82,22 @@ def test_losses_under_the_recurrence_have_columns_of_their_own(run_folder):
     assert found[-1]["sequential"] == {"soft": 4.75, "soft_trained": 4.5, "fused_2": None}
 
 
+@pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"4.0"', "1e999"])
+def test_a_loss_that_is_no_finite_number_is_not_below_anything(run_folder, loss):
+    with open(run_folder / "metrics.jsonl", "a") as file:
+        file.write(f'\n{{"step": 4, "validation_loss_pass_1": 4.0, "validation_loss_pass_2": {loss}}}\n')
+    ended = run("show_validation", "--run", run_folder, "--unigram_entropy", 5.0, "--json")
+    assert ended.returncode == 1 and "not all below 5.0000" in ended.stderr and "Traceback" not in ended.stderr
+    assert ended.stdout.endswith('"losses": [4.0, null], "sequential": {}}], "unigram_entropy": 5.0}\n')
+
+
+def test_of_steps_that_ran_again_the_later_validation_is_shown(run_folder):
+    with open(run_folder / "metrics.jsonl", "a") as file:
+        file.write('\n{"step": 3, "validation_loss_pass_1": 4.0}\n')
+    found = json.loads(run("show_validation", "--run", run_folder, "--json").stdout)["validations"]
+    assert [(row["step"], row["losses"]) for row in found] == [(2, [6.5, 8.125]), (3, [4.0])]
+
+
 def test_a_run_without_validation_is_an_error(tmp_path):
     ended = run("show_validation", "--run", tmp_path)
     assert ended.returncode == 3 and "no metrics.jsonl there" in ended.stderr

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_fbt.analysis.curves import Curve, read_run, without_cut_rows
+from megatron_fbt.analysis.curves import AXES, Curve, read_run, without_cut_rows
 from megatron_fbt.errors import DataError
 
 
@@ -47,7 +47,7 @@ def row(step, **fields):
 
 def test_rows_of_steps_that_ran_again_are_left_out():
     rows = [row(1), row(2, old=True), row(3, old=True), row(2), {"step": 9}, row(3), row(3, newest=True)]
-    assert without_cut_rows(rows) == [row(1), row(2), row(3, newest=True)]
+    assert without_cut_rows(rows, list(AXES)) == [row(1), row(2), row(3, newest=True)]
 
 
 def write(folder, rows, tail=""):
@@ -107,6 +107,21 @@ def test_damaged_configuration_is_none(tmp_path):
 def test_without_a_usable_row(tmp_path, rows):
     with pytest.raises(DataError, match="finite loss, tokens and token_equivalents"):
         read_run(write(tmp_path / "a", rows))
+
+
+def test_numbers_that_no_run_writes_are_left_out(tmp_path):
+    """Infinities, texts, negative counts and numbers beyond a float are no points of a curve, and noted."""
+    odd = [
+        row(2, loss_pass_1=float("inf")),
+        row(3, loss_pass_1="1.0"),
+        row(4, loss_pass_1=float("nan"), validation_loss_soft=float("-inf")),
+        {**row(5, loss_pass_1=1.0), "tokens": -50},
+        {**row(6, loss_pass_1=1.0), "tokens": 10**400},
+        {**row(7, loss_pass_1=1.0), "token_equivalents": float("inf")},
+    ]
+    found = read_run(write(tmp_path / "a", [row(1, loss_pass_1=4.0), *odd, row(8, loss_pass_1=2.0)]))
+    assert found.curves["training"].y == [4.0, 3.0] and set(found.curves) == {"training"}
+    assert ["3 rows belong" in found.notes[0], "steps with such: 3, the last is 4" in found.notes[1]] == [True, True]
 
 
 def test_no_run_there(tmp_path):
