@@ -6,9 +6,11 @@
 A random model with full AdamW states goes through the code that runs use, in one process. Both sides of every
 comparison are in one round, in an order that turns from round to round, and both end with fsync. Before a load and
 before the plain read the files leave the page cache; before every write as many bytes are written and deleted, for
-memory that the system has to find first costs more than the write. Bars: an asynchronous save keeps training waiting
-for at most 15 % of a synchronous save's time; saving and loading reach at least 0.6 of the plain throughput. Exit code
-1: a bar is missed (not with --quick).
+memory that the system has to find first costs more than the write. Training stands still for an asynchronous save
+while it begins, while the next optimizer step waits for what is left of the copy after a forward and backward, and
+while the files become visible. How much longer that forward and backward take beside the copy is told, too: both use
+the processors here. Bars: an asynchronous save keeps training waiting for at most 15 % of a synchronous save's time;
+saving and loading reach at least 0.6 of the plain throughput. Exit code 1: a bar is missed (not with --quick).
 """
 
 import argparse
@@ -20,15 +22,21 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
-from megatron_fbt.config.checkpoint import CheckpointConfig
-from megatron_fbt.config.load import dump_yaml
-from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.manifest import read_manifest, sync_path
-from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel
-from megatron_fbt.core.stage import FBTStage
-from megatron_fbt.training.build_optimizer import build_optimizer
-from megatron_fbt.training.checkpoint import Checkpointer
-from megatron_fbt.training.run_folder import TrainerState
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from hf_unrolled_baseline import Shape  # noqa: E402
+from step_time import random_batches  # noqa: E402
+
+from megatron_fbt.config.checkpoint import CheckpointConfig  # noqa: E402
+from megatron_fbt.config.load import dump_yaml  # noqa: E402
+from megatron_fbt.config.pretrain import PretrainConfig  # noqa: E402
+from megatron_fbt.core.manifest import read_manifest, sync_path  # noqa: E402
+from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel  # noqa: E402
+from megatron_fbt.core.schedule import Recipe, run_passes  # noqa: E402
+from megatron_fbt.core.stage import FBTStage  # noqa: E402
+from megatron_fbt.training.build_optimizer import build_optimizer  # noqa: E402
+from megatron_fbt.training.checkpoint import Checkpointer  # noqa: E402
+from megatron_fbt.training.run_folder import TrainerState  # noqa: E402
 
 BLOCK = 8 << 20
 BARS = {"asynchronous / synchronous": ("at most", 0.15), "save": ("at least", 0.6), "load": ("at least", 0.6)}
@@ -47,6 +55,8 @@ class Subject:
 
     def __init__(self, folder: Path, dtype: str, quick: bool):
         self.folder, self.step = folder, 0
+        self.steps: Dict[str, List[float]] = {"alone": [], "beside a save": []}
+        """Seconds of forward and backward."""
         self.config = config = PretrainConfig()
         model = config.model
         model.num_layers, model.hidden_size, model.ffn_hidden_size = (2, 64, 256) if quick else (LAYERS, 1024, 2816)
@@ -59,6 +69,9 @@ class Subject:
         for param in self.stage.parameters():
             for values in self.optimizer.make_state(param, updates=1).values.values():
                 values.uniform_()
+        self.recipe = Recipe(config.feedback, config.run.seed, training=True)
+        shape = Shape(vocab_size=model.vocab_size, sequence_length=4, micro_batch_size=1)
+        self.batches = random_batches(shape, 1)
         self.checkpointer = Checkpointer(folder / "checkpoints", CheckpointConfig(), self.layout)
 
     @property
@@ -99,14 +112,22 @@ class Subject:
         return taken
 
     def save_beside(self) -> float:
-        """Write a checkpoint in the background; seconds in which training would stand still."""
+        """Write a checkpoint in the background of training; seconds in which that stands still."""
         self.settle()
-        begun = seconds(lambda: self.checkpointer.begin(*self.content))
+        self.steps["alone"].append(seconds(self.forward_and_backward))
+        taken = seconds(lambda: self.checkpointer.begin(*self.content))
+        self.steps["beside a save"].append(seconds(self.forward_and_backward))
+        taken += seconds(self.checkpointer.wait_for_copy)
         while self.checkpointer.busy:
             time.sleep(0.01)
-        taken = begun + seconds(self.checkpointer.finish)
+        taken += seconds(self.checkpointer.finish)
         self.drop_older()
         return taken
+
+    def forward_and_backward(self) -> None:
+        """What comes before the next optimizer step."""
+        self.optimizer.zero_grad()
+        run_passes(self.stage, self.batches, 1, self.recipe, through=self.optimizer.through)
 
     def load(self) -> float:
         """Read the newest checkpoint from the disk; seconds."""
@@ -192,6 +213,8 @@ def report(subject: Subject, found: Dict[str, List[float]]) -> bool:
         median = statistics.median(taken)
         rate = "" if name == "save_beside" else f"{size / median / 1e9:8.3f} GB/s"
         print(f"  {name:28}{median:9.4f} s {rate}")
+    for place, taken in subject.steps.items():
+        print(f"  forward and backward, {place}: {statistics.median(taken):.4f} s")
     held = True
     for name, values in ratios(found).items():
         kind, bar = BARS[name]

@@ -17,16 +17,18 @@ import tempfile
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from benchmarks.pairs import PairResult, format_table, measure, to_json
-from megatron_fbt.hf.configuration_fbt import FBTConfig
-from megatron_fbt.hf.convert import Conversion, convert_checkpoint
-from megatron_fbt.hf.import_hf import import_model
-from megatron_fbt.hf.modeling_fbt import FBTForCausalLM
+import torch  # noqa: E402
+from pairs import PairResult, format_table, measure, to_json  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+from megatron_fbt.hf.configuration_fbt import FBTConfig  # noqa: E402
+from megatron_fbt.hf.convert import Conversion, convert_checkpoint  # noqa: E402
+from megatron_fbt.hf.import_hf import import_model  # noqa: E402
+from megatron_fbt.hf.modeling_fbt import FBTForCausalLM  # noqa: E402
 
 BLOCK = 8 << 20
 WIDTH = 1024

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
-from transformers.generation.streamers import BaseStreamer
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from benchmarks.pairs import PairResult, format_table, measure, to_json
-from megatron_fbt.hf.configuration_fbt import FBTConfig
-from megatron_fbt.hf.modeling_fbt import FBTForCausalLM
+import torch  # noqa: E402
+from pairs import PairResult, format_table, measure, to_json  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig  # noqa: E402
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
+
+from megatron_fbt.hf.configuration_fbt import FBTConfig  # noqa: E402
+from megatron_fbt.hf.modeling_fbt import FBTForCausalLM  # noqa: E402
 
 SHAPE = {
     "vocab_size": 32_000,

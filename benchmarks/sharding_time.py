@@ -1,6 +1,6 @@
 """Step time of every sharding of the optimizer against none, with two data-parallel ranks (a report, no bars).
 
-    OMP_NUM_THREADS=1 python benchmarks/sharding_time.py            (about 5 minutes on 2 idle cores)
+    OMP_NUM_THREADS=1 python benchmarks/sharding_time.py            (about 11 minutes on 2 idle cores)
 
 Every model takes the same step (K = 2) in turn within one pair of processes; times are those of rank 0, whose
 collectives wait for rank 1. `none / none` is the same model against itself: what is noise.
@@ -61,7 +61,7 @@ def compare(shape: Shape, rounds: int) -> Dict[str, PairResult]:
 def main(argv: Sequence[str]) -> int:
     """Start the ranks, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: shows that the script runs")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

@@ -6,9 +6,11 @@ Megatron-Core's own writer forks, and a forked copy of a process that runs gloo'
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence
@@ -20,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fbt.core.manifest import FileEntry, HashingFile, hash_file, sync_path
 from megatron_fbt.core.pieces import Piece
@@ -30,6 +32,8 @@ COMMON_FILE = "common.pt"
 """State that is no tensor; there is none, but Megatron-Core reads the file."""
 FORMAT_FILE = "metadata.json"
 """Names the format for Megatron-Core."""
+FILES_AT_ONCE = 2
+"""Files that a rank writes at the same time: torch's check sums take a processor as long as a fast disk takes."""
 
 
 class HashingFileSystem(FileSystem):
@@ -81,7 +85,7 @@ class PlannedSave:
         index: on rank 0, of all tensors.
     """
 
-    def __init__(self, folder: Path, planner: SavePlanner, plan: SavePlan, index: Optional[Metadata]):
+    def __init__(self, folder: Path, planner: "PiecePlanner", plan: SavePlan, index: Optional[Metadata]):
         self.folder, self.planner, self.plan, self.index = folder, planner, plan, index
         self.writer = torch_checkpoint.FileSystemWriter(str(folder), single_file_per_rank=True)
         self.writer.fs = HashingFileSystem()
@@ -92,23 +96,24 @@ class PlannedSave:
         Raises:
             CheckpointError: it could not be done; with the sizes.
         """
-        if not self.plan.items:
+        parts = split_plan(self.plan, FILES_AT_ONCE)
+        if not parts:
             return Written([], {})
         try:
-            results = self.writer.write_data(self.plan, self.planner).value()
+            with ThreadPoolExecutor(len(parts)) as pool:  # whose end waits for every file, whatever fails
+                written = list(pool.map(lambda part: self.writer.write_data(part, self.planner).value(), parts))
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise CheckpointError(
                 f"cannot write the checkpoint {self.folder}: {reason} (this process writes {self.size:,} bytes, "
                 f"{free_bytes(self.folder)} free there); free space or mend the disk, and resume"
             ) from error
-        return Written(results, dict(self.writer.fs.entries))
+        return Written(list(itertools.chain(*written)), dict(self.writer.fs.entries))
 
     @property
     def size(self) -> int:
         """Bytes of this rank's tensors."""
-        pieces = [item.tensor_data for item in self.plan.items if item.tensor_data is not None]
-        return sum(math.prod(piece.chunk.sizes) * piece.properties.dtype.itemsize for piece in pieces)
+        return sum(map(_item_size, self.plan.items))
 
     def finish(self, parts: List[Written]) -> Dict[str, FileEntry]:
         """Write index and format; on rank 0, when all ranks have written.
@@ -125,6 +130,31 @@ class PlannedSave:
         save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
         own = {name: finished_file(self.folder / name) for name in (COMMON_FILE, FORMAT_FILE)}
         return {**files, **self.writer.fs.entries, **own}
+
+
+def split_plan(plan: SavePlan, most: int) -> List[SavePlan]:
+    """The plans of up to so many files of about equal size, none of them empty.
+
+    Args:
+        plan: of a rank; its prefix begins the names of all files.
+        most: files.
+    """
+    items: List[List[WriteItem]] = [[] for _ in range(most)]
+    sizes = [0] * most
+    for item in sorted(plan.items, key=_item_size, reverse=True):
+        smallest = sizes.index(min(sizes))
+        items[smallest].append(item)
+        sizes[smallest] += _item_size(item)
+    prefix = plan.storage_data.prefix
+    return [
+        dataclasses.replace(plan, items=part, storage_data=_StoragePrefix(f"{prefix}{number or ''}"))
+        for number, part in enumerate(items)
+        if part
+    ]
+
+
+def _item_size(item: WriteItem) -> int:
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def free_bytes(folder: Path) -> str:
@@ -150,8 +180,12 @@ class PiecePlanner(DefaultSavePlanner):
 
     def __init__(self, pieces: Sequence[Piece]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.tensors = {piece.key: piece.tensor for piece in pieces}
+        self.take(pieces)
         self.plan = SavePlan([_write_item(piece) for piece in pieces])
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Write these: the planned pieces, or copies of them."""
+        self.tensors = {piece.key: piece.tensor for piece in pieces}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """The tensor of an item; torch's writer would copy one that is part of a larger storage."""

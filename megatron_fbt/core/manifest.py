@@ -23,6 +23,8 @@ BLOCK = 8 << 20
 """Bytes read at once."""
 AHEAD = 32 << 20
 """Bytes that the disk reads ahead."""
+HASHED_AT_ONCE = 1 << 20
+"""Bytes that stay in the processor's cache."""
 SYNCED_AT_ONCE = 64 << 20
 """Bytes after which the disk begins to write."""
 
@@ -68,13 +70,15 @@ class HashingFile:
         """Why a write failed; torch's own error would say that a position is unexpected."""
 
     def write(self, data: Union[bytes, memoryview]) -> int:
-        """Append a block."""
-        block = memoryview(data).cast("B")
-        self._hash.update(block)
-        self._write_all(block)
-        self._size += len(block)
-        self._begin_sync()
-        return len(block)
+        """Append bytes, in blocks that are still in the processor's cache when they are written after hashing."""
+        whole = memoryview(data).cast("B")
+        for begin in range(0, len(whole), HASHED_AT_ONCE):
+            block = whole[begin : begin + HASHED_AT_ONCE]
+            self._hash.update(block)
+            self._write_all(block)
+            self._size += len(block)
+            self._begin_sync()
+        return len(whole)
 
     def _write_all(self, block: memoryview) -> None:
         with self._noting_failure():
@@ -88,10 +92,11 @@ class HashingFile:
             self._syncing, self._handed_over = self._pool.submit(os.fdatasync, self._file.fileno()), self._size
 
     def _end_sync(self) -> None:
-        """Wait for the disk; an error is told once, so it must not get lost here."""
+        """Wait for the disk; the system tells an error once, so it must not get lost here."""
+        syncing, self._syncing = self._syncing, None
         with self._noting_failure():
-            if self._syncing is not None:
-                self._syncing.result()
+            if syncing is not None:
+                syncing.result()
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -110,13 +115,19 @@ class HashingFile:
         return self._file.fileno()
 
     def flush(self) -> None:
-        """Wait for the syncs that were begun; nothing is buffered here."""
-        self._end_sync()
+        """Nothing is buffered here. torch flushes after every tensor, so this must not wait for the disk."""
 
     def close(self) -> None:
-        """Close the file."""
-        self._pool.shutdown()
-        self._file.close()
+        """Wait for the syncs that were begun, and close the file.
+
+        Raises:
+            OSError: one of them failed.
+        """
+        try:
+            self._end_sync()
+        finally:
+            self._pool.shutdown()
+            self._file.close()
 
     @property
     def entry(self) -> FileEntry:

@@ -8,10 +8,9 @@ Each rank writes its own file and hashes it on the way; rank 0 gathers the hashe
 
 import copy
 import dataclasses
-import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_fbt import __version__
 from megatron_fbt.config.checkpoint import CheckpointConfig
 from megatron_fbt.core.checkpoint_io import check_files, read_pieces, read_tensors
-from megatron_fbt.core.checkpoint_write import PlannedSave, Written, plan_save
+from megatron_fbt.core.checkpoint_write import Written, plan_save
 from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import MASTER
 from megatron_fbt.core.parallel import Layout
@@ -30,49 +29,10 @@ from megatron_fbt.errors import BadNumbersError, CheckpointError
 from megatron_fbt.training.checkpoint_folder import CheckpointFolder
 from megatron_fbt.training.failure import on_all_ranks, on_first_rank
 from megatron_fbt.training.optimizer import Optimizer
+from megatron_fbt.training.pending_save import PendingSave, Staging
 from megatron_fbt.training.run_folder import TrainerState, read_trainer_state, written_config
 
 VOCABULARY_WEIGHTS = {"embedding.word_embeddings.weight", "output_layer.weight"}
-
-
-class PendingSave:
-    """A checkpoint of which this rank writes its part, in a thread if training is to go on meanwhile."""
-
-    def __init__(self, planned: PlannedSave, state: TrainerState, config_yaml: str, facts: Dict[str, Any]):
-        self.planned, self.state, self.config_yaml, self.facts = planned, state, config_yaml, facts
-        self._written: Optional[Written] = None
-        self._error: Optional[Exception] = None
-        self._thread: Optional[threading.Thread] = None
-
-    def start(self) -> None:
-        """Begin to write, in a thread."""
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def busy(self) -> bool:
-        """Whether the thread still writes."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def result(self) -> Written:
-        """Write this rank's part, or wait for the thread that does.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if self._thread is None:
-            self._write()
-        else:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._written
-
-    def _write(self) -> None:
-        try:
-            self._written = self.planned.write()
-        except Exception as error:
-            self._error = error
 
 
 class Checkpointer:
@@ -106,34 +66,35 @@ class Checkpointer:
         self.begin(stage, optimizer, state, config_yaml, background=False)
         return self.finish()
 
+    def wait_for_copy(self) -> None:
+        """Wait until weights and optimizer states may change: a save in the background copies them first."""
+        if self._pending is not None:
+            self._pending.wait_for_copy()
+
     def begin(
         self, stage: FBTStage, optimizer: Optimizer, state: TrainerState, config_yaml: str, background: bool = True
     ) -> None:
-        """Copy what the checkpoint of state.step is to hold, and begin to write it; `finish` must follow.
+        """Begin to write the checkpoint of state.step; `finish` must follow.
 
         Args:
             stage: the model.
             optimizer: its optimizer.
             state: of the run.
             config_yaml: its configuration.
-            background: write in a thread, while training goes on.
+            background: copy and write in a thread, while training goes on up to `wait_for_copy`.
 
         Raises:
             CheckpointError: it cannot be written.
-            BadNumbersError: a weight is not finite; nothing was written.
         """
-        on_all_ranks(lambda: _refuse_bad_weights(stage, optimizer, state.step), self.group)
         described = _describe(stage, optimizer, self.layout)
         weights = _weight_pieces(described, stage, optimizer)
         pieces = [*_flat(weights), *_flat(_state_pieces(described, stage, optimizer))]
         own = pieces_to_write(pieces, self.layout.data_rank, self.layout.data_size)
-        if background:
-            own = self._staging.copy(own)
         temporary = on_first_rank(lambda: self._make_room(state.step), self.group)
         planned = plan_save(own, temporary, self.group)
-        self._pending = PendingSave(planned, copy.deepcopy(state), config_yaml, self._facts())
+        self._pending = PendingSave(planned, own, _flat(weights), copy.deepcopy(state), config_yaml, self._facts())
         if background:
-            self._pending.start()
+            self._pending.start(self._staging)
 
     @property
     def pending(self) -> bool:
@@ -150,12 +111,13 @@ class Checkpointer:
 
         Raises:
             CheckpointError: it could not be written; the previous one is untouched.
+            BadNumbersError: a weight is not finite; nothing was written.
         """
         pending, self._pending = self._pending, None
         try:
             parts = on_all_ranks(pending.result, self.group)
             return on_first_rank(lambda: self._publish(pending, parts), self.group)
-        except CheckpointError:
+        except (CheckpointError, BadNumbersError):
             if dist.get_rank() == 0:
                 self.folder.give_up(pending.planned.folder)
             raise
@@ -241,27 +203,6 @@ class Checkpointer:
         on_all_ranks(read, self.group)
 
 
-class Staging:
-    """Memory that copies of pieces are made in, once for all saves: taking new memory each time costs more."""
-
-    def __init__(self) -> None:
-        self._tensors: Dict[Tuple[str, Tuple[int, ...]], torch.Tensor] = {}
-
-    def copy(self, pieces: List[Piece]) -> List[Piece]:
-        """Copies on the CPU, valid until the next call."""
-        copied = []
-        for piece in pieces:
-            tensor = self._tensors.get(piece.key)
-            if tensor is None:
-                tensor = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
-                self._tensors[piece.key] = tensor
-            tensor.copy_(piece.tensor, non_blocking=True)
-            copied.append(dataclasses.replace(piece, tensor=tensor))
-        if any(piece.tensor.is_cuda for piece in pieces):
-            torch.cuda.synchronize()
-        return copied
-
-
 def _describe(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> Dict[str, Any]:
     """Megatron-Core's description of the weights."""
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": layout.data_group}
@@ -326,19 +267,6 @@ def _without_master(piece: Piece, index: Metadata) -> Piece:
     """Checkpoints of float32 weights hold no masters: these are the weights."""
     weight = piece.name.removeprefix(f"optimizer.{MASTER}.")
     return piece if piece.name in index.state_dict_metadata else dataclasses.replace(piece, name=weight)
-
-
-@torch.no_grad()
-def _refuse_bad_weights(stage: FBTStage, optimizer: Optimizer, step: int) -> None:
-    for name, param in stage.named_parameters():
-        owned = optimizer.owned_weight(param)
-        held = param if owned is None else owned.values[""]
-        extremes = torch.aminmax(held) if held.numel() else ()  # no memory for another tensor
-        if not all(torch.isfinite(extreme) for extreme in extremes):
-            raise BadNumbersError(
-                f"step {step}: weight {name} holds numbers that are not finite; no checkpoint was written. Resume from "
-                "the one before, with a lower optimizer.lr"
-            )
 
 
 def read_weights(checkpoint: Path) -> Dict[str, torch.Tensor]:

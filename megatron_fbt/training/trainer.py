@@ -151,6 +151,7 @@ class Trainer:
             through=self.optimizer.through,
         )
         stop = signals.requested is not None
+        self.checkpointer.wait_for_copy()
         report = self.optimizer.step(totals, state.fusion_active, stop, self.checkpointer.busy)
         self._count(passes, report)
         row = self._row(passes, lr, report)

@@ -24,13 +24,14 @@ class Writer:
 
     Args:
         fails: steps whose checkpoint rank 1 cannot write.
-        slow: the thread waits until the run has made two steps more.
+        slow: the thread copies late, and waits with writing until the run has made two steps more.
     """
 
     def __init__(self, rank, fails=(), slow=False):
-        from megatron_fbt.core import checkpoint_write
+        from megatron_fbt.core.checkpoint_write import PlannedSave
+        from megatron_fbt.training.pending_save import Staging
 
-        self.place, self.plain = checkpoint_write.PlannedSave, checkpoint_write.PlannedSave.write
+        self.writes, self.write, self.copies, self.copy = PlannedSave, PlannedSave.write, Staging, Staging.copy
         self.rank, self.fails, self.slow = rank, fails, slow
         self.step, self.began, self.finished = 0, [], []
 
@@ -43,16 +44,20 @@ class Writer:
             deadline = time.monotonic() + 60
             while in_thread and self.slow and self.step < began + 2 and time.monotonic() < deadline:
                 time.sleep(0.002)
-            written = self.plain(planned)
+            written = self.write(planned)
             self.began.append(began)
             self.finished.append(self.step)
             return written
 
-        self.place.write = write
+        def copy(staging, *arguments):
+            time.sleep(0.5 * self.slow)
+            return self.copy(staging, *arguments)
+
+        self.writes.write, self.copies.copy = write, copy
         return self
 
     def __exit__(self, *exception):
-        self.place.write = self.plain
+        self.writes.write, self.copies.copy = self.write, self.copy
 
     def __call__(self, trainer):
         self.step = trainer.state.step

@@ -53,8 +53,9 @@ def bad_runs(rank, world_size, folder, corpus):
     hook, undo = larger_gradient((5, 8), 1000.0)
     assert run(run_config(place / "spikes", corpus, **spikes), hook) == "finished"
     undo()
-    config = run_config(place / "inf", corpus, checkpoint__save_interval=3)
-    assert run(config, spoil_weight_before_save) == "BadNumbersError"
+    for name, background in (("inf", False), ("inf in the background", True)):
+        config = run_config(place / name, corpus, checkpoint__save_interval=3, checkpoint__async_save=background)
+        assert run(config, spoil_weight_before_save) == "BadNumbersError"
     config = run_config(place / "file", corpus)
     assert run(config, wait_for_limit) == "StoppedBySignal"
     assert run(config) == "finished"
@@ -81,7 +82,8 @@ def test_spikes_bad_weights_and_other_ways_to_stop(tmp_path, corpus):
     state = json.loads((tmp_path / "spikes" / "checkpoints" / f"step_{STEPS:08d}" / "trainer_state.json").read_text())
     assert state["updates"] == STEPS - 2 and len(state["recent_losses"]) == 3
     assert all(torch.isfinite(value).all() for value in checkpoint_of(tmp_path / "spikes", STEPS).values())
-    assert not list((tmp_path / "inf").glob("checkpoints/*")), "a weight was infinite on one rank"
+    for name in ("inf", "inf in the background"):
+        assert not list((tmp_path / name).glob("checkpoints/*")), "a weight was infinite on one rank"
     kept = sorted(path.name for path in (tmp_path / "file" / "checkpoints").glob("step_*"))
     assert kept == ["step_00000004", f"step_{STEPS:08d}"] and not (tmp_path / "file" / "stop").exists()
     assert [path.name for path in (tmp_path / "clock" / "checkpoints").glob("step_*")] == ["step_00000001"]

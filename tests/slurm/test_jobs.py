@@ -10,7 +10,7 @@ from megatron_fbt.slurm.run_status import collect, describe
 from megatron_fbt.slurm.submit import launch
 from tests.slurm.jobs import ROOT
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.slow
 BAD_NODE = """
 import os, sys
 if "megatron_fbt.slurm.task" in sys.orig_argv:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.slow
 STEPS = 100
 SECONDS_TO_END = 60
 """In which a step must end everywhere after one of its ranks has died."""

@@ -1,6 +1,9 @@
 """Hashes while writing, and what is found out about files afterwards."""
 
+import concurrent.futures
 import os
+import threading
+import time
 
 import pytest
 import xxhash
@@ -56,8 +59,10 @@ def test_what_is_read_in_any_order_is_hashed_once(tmp_path, monkeypatch):
         assert reader.finish() == FileEntry(9000, xxhash.xxh3_128(content).hexdigest())
 
 
-def test_what_the_disk_refuses_later_is_not_lost(tmp_path, monkeypatch):
+@pytest.mark.parametrize("noticed_by", ["write", "close"])
+def test_what_the_disk_refuses_later_is_not_lost(tmp_path, monkeypatch, noticed_by):
     monkeypatch.setattr(manifest, "SYNCED_AT_ONCE", 100)
+    monkeypatch.setattr(manifest, "HASHED_AT_ONCE", 100)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -68,10 +73,29 @@ def test_what_the_disk_refuses_later_is_not_lost(tmp_path, monkeypatch):
         file.write(bytes(99))
         file.flush()
         file.write(bytes(99))
+        concurrent.futures.wait([file._syncing])
         with pytest.raises(OSError, match="No space left"):
-            file.flush()
+            file.write(bytes(200)) if noticed_by == "write" else file.close()
         assert file.failure.errno == 28
         file.close()
+
+
+def test_a_flush_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "SYNCED_AT_ONCE", 100)
+    disk = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: disk.wait(60))
+    with open(tmp_path / "file", "wb", buffering=0) as raw:
+        file = HashingFile(raw)
+        file.write(bytes(150))
+        began = time.monotonic()
+        file.flush()
+        assert time.monotonic() - began < 30 and not disk.is_set()
+        closing = threading.Thread(target=file.close)
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive(), "close has to wait"
+        disk.set()
+        closing.join()
 
 
 @pytest.fixture
