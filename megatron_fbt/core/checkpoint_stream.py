@@ -63,7 +63,7 @@ def stream_tensors(
     planner.set_up_planner(shapes, is_coordinator=True)
     plans, index = planner.create_global_plan([planner.create_local_plan()])
     plan = dataclasses.replace(planner.finish_plan(plans[0]), storage_data=_StoragePrefix("__0_"))
-    save = PlannedSave(folder, planner, plan, index)
+    save = PlannedSave(folder, planner, [plan], index)
     try:
         return save.finish([save.write()])
     except (OSError, RuntimeError) as error:

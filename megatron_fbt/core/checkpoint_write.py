@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fbt.core.manifest import FileEntry, HashingFile, hash_file, sync_path
 from megatron_fbt.core.pieces import Piece
@@ -81,12 +81,12 @@ class PlannedSave:
     Args:
         folder: exists and is empty.
         planner: holds the tensors.
-        plan: what this rank writes.
+        plans: what this rank writes; each goes to a file of its own, all of them at the same time.
         index: on rank 0, of all tensors.
     """
 
-    def __init__(self, folder: Path, planner: "PiecePlanner", plan: SavePlan, index: Optional[Metadata]):
-        self.folder, self.planner, self.plan, self.index = folder, planner, plan, index
+    def __init__(self, folder: Path, planner: SavePlanner, plans: Sequence[SavePlan], index: Optional[Metadata]):
+        self.folder, self.planner, self.plans, self.index = folder, planner, plans, index
         self.writer = torch_checkpoint.FileSystemWriter(str(folder), single_file_per_rank=True)
         self.writer.fs = HashingFileSystem()
 
@@ -96,12 +96,11 @@ class PlannedSave:
         Raises:
             CheckpointError: it could not be done; with the sizes.
         """
-        parts = split_plan(self.plan, FILES_AT_ONCE)
-        if not parts:
+        if not self.plans:
             return Written([], {})
         try:
-            with ThreadPoolExecutor(len(parts)) as pool:  # whose end waits for every file, whatever fails
-                written = list(pool.map(lambda part: self.writer.write_data(part, self.planner).value(), parts))
+            with ThreadPoolExecutor(len(self.plans)) as pool:  # whose end waits for every file, whatever fails
+                written = list(pool.map(lambda plan: self.writer.write_data(plan, self.planner).value(), self.plans))
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise CheckpointError(
@@ -113,7 +112,7 @@ class PlannedSave:
     @property
     def size(self) -> int:
         """Bytes of this rank's tensors."""
-        return sum(map(_item_size, self.plan.items))
+        return sum(_item_size(item) for plan in self.plans for item in plan.items)
 
     def finish(self, parts: List[Written]) -> Dict[str, FileEntry]:
         """Write index and format; on rank 0, when all ranks have written.
@@ -222,9 +221,8 @@ def plan_save(pieces: Sequence[Piece], folder: Path, group: Optional[dist.Proces
     index = create_default_global_save_plan(plans)[1] if first else None
     if first:
         _see_whole_tensors(index)
-    return PlannedSave(
-        folder, planner, dataclasses.replace(planner.plan, storage_data=_StoragePrefix(f"__{rank}_")), index
-    )
+    plan = dataclasses.replace(planner.plan, storage_data=_StoragePrefix(f"__{rank}_"))
+    return PlannedSave(folder, planner, split_plan(plan, FILES_AT_ONCE), index)
 
 
 def _see_whole_tensors(index: Metadata) -> None:
