@@ -15,7 +15,9 @@ from typing import List, Optional, Sequence
 from torch.distributed import DistError
 
 from megatron_fbt.config.checks import launcher_number
-from megatron_fbt.errors import FBTError
+from megatron_fbt.config.rules import raise_problems
+from megatron_fbt.errors import ConfigError, FBTError
+from megatron_fbt.slurm.job import PreflightConfig
 from megatron_fbt.slurm.judge import Limits, describe, judge
 from megatron_fbt.slurm.meeting import Meeting
 from megatron_fbt.slurm.node_facts import NodeFacts, node_name, own_facts
@@ -46,6 +48,22 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--slow_factor", type=float, default=Limits.slow_factor, help="part of the median that is slow")
     parser.add_argument("--timeout_s", type=float, default=300.0, help="seconds to wait for a node")
     return parser
+
+
+def check_options(options: Namespace) -> None:
+    """Refuse limits with which no node or every node would be a bad one.
+
+    Raises:
+        ConfigError: naming each option, with a remedy.
+    """
+    limits = PreflightConfig(True, options.min_free_gb, options.max_clock_skew_s, options.slow_factor)
+    raise_problems([problem.replace("preflight.", "--") for problem in limits.problems()])
+    if options.devices < 0:
+        raise ConfigError(f"--devices {options.devices}: give 0 (CPUs) or the number of GPUs")
+    if not 0 < options.timeout_s <= 86_400:
+        raise ConfigError(f"--timeout_s {options.timeout_s}: give seconds, above 0 and at most a day")
+    if not options.run_dir.strip():
+        raise ConfigError("--run_dir: empty; give the run folder")
 
 
 def check_alone(options: Namespace, limits: Limits) -> int:
@@ -93,6 +111,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = build_parser().parse_args(argv)
     limits = Limits(options.devices, options.min_free_gb, options.max_clock_skew_s, options.slow_factor)
     try:
+        check_options(options)
         size = launcher_number(os.environ, "WORLD_SIZE") or 1
         rank = launcher_number(os.environ, "RANK") or 0
         return check_alone(options, limits) if size == 1 else check_together(options, limits, rank, size)

@@ -16,11 +16,6 @@
 #SBATCH --requeue
 set -euo pipefail
 
-module load cuda
-source .venv/bin/activate
-
-export OMP_NUM_THREADS=12
-
 # SLURM's warning: it is passed on to the run, which saves and leaves.
 warned=
 step=
@@ -42,6 +37,13 @@ run_step() {
     step=
     return "$code"
 }
+
+set +u
+module load cuda
+source .venv/bin/activate
+set -u
+
+export OMP_NUM_THREADS=12
 
 run_dir=runs/standard_1b_1t
 log="runs/standard_1b_1t/slurm/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"

@@ -16,8 +16,6 @@
 #SBATCH --requeue
 set -euo pipefail
 
-export OMP_NUM_THREADS=12
-
 # SLURM's warning: it is passed on to the run, which saves and leaves.
 warned=
 step=
@@ -39,6 +37,8 @@ run_step() {
     step=
     return "$code"
 }
+
+export OMP_NUM_THREADS=12
 
 run_dir=runs/fbt_8b
 log="runs/fbt_8b/slurm/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"

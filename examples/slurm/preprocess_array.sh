@@ -13,7 +13,9 @@
 #SBATCH --no-requeue
 set -euo pipefail
 
+set +u
 source .venv/bin/activate
+set -u
 
 export OMP_NUM_THREADS=8
 

@@ -16,10 +16,6 @@
 #SBATCH --requeue
 set -euo pipefail
 
-source .venv/bin/activate
-
-export OMP_NUM_THREADS=12
-
 # SLURM's warning: it is passed on to the run, which saves and leaves.
 warned=
 step=
@@ -41,6 +37,12 @@ run_step() {
     step=
     return "$code"
 }
+
+set +u
+source .venv/bin/activate
+set -u
+
+export OMP_NUM_THREADS=12
 
 run_dir=runs/fbt_1b_paper_100b
 log="runs/fbt_1b_paper_100b/slurm/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 import types
 from fractions import Fraction
 from typing import Any, List, Literal, Optional, Union, get_args, get_origin, get_type_hints
@@ -135,7 +136,7 @@ class Rules:
                 continue
             inside = value > low if above else value >= low
             inside = inside and (value < high if below else value <= high)
-            if not (inside and math.isfinite(value)):
+            if not (inside and abs(value) <= sys.float_info.max):
                 self.add(field, "out of range", f"give a finite number {limits}")
 
 

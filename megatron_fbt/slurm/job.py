@@ -1,13 +1,33 @@
 """Description of a SLURM job, as its YAML file gives it."""
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from typing import List, Literal, Optional
 
 from megatron_fbt.config.rules import Rules, Section
 
-TIME_FORMS = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"
+TIME_FORMS = r"(?:(?P<days>[0-9]{1,6})-)?(?P<parts>[0-9]{1,6}(?::[0-9][0-9]){0,2})"
 PLAIN_NAME = r"[A-Za-z0-9._-]+"
+READ_BY_SBATCH = r"[\s#\"'\\]"
+"""What sbatch takes for a comment, a quote or the end of a value in a line of its own."""
+
+
+def time_limit_s(text: str) -> Optional[int]:
+    """Seconds of a time limit as SLURM writes it, 0 = none; None where it is no time limit.
+
+    Without days the parts are minutes, minutes:seconds or hours:minutes:seconds, after days hours:minutes:seconds.
+    """
+    match = re.fullmatch(TIME_FORMS, text)
+    if match is None:
+        return None
+    parts = [int(part) for part in match["parts"].split(":")]
+    if match["days"] is None:
+        first, *rest = parts if len(parts) == 3 else [0, *parts]
+    else:
+        first, *rest = [int(match["days"]) * 24 + parts[0], *parts[1:]]
+    minutes, seconds = [*rest, 0, 0][:2]
+    return first * 3600 + minutes * 60 + seconds
 
 
 @dataclass
@@ -26,6 +46,9 @@ class ContainerConfig(Section):
     def problems(self) -> List[str]:
         """See Section."""
         rules = Rules("container", self)
+        printed = [self.image, *self.mounts, *self.options] if rules.usable("image", "mounts", "options") else []
+        if any(not value.isprintable() for value in printed if value is not None):
+            rules.add("image", "image, mounts or options hold a line feed or the like", "give plain text")
         if rules.usable("runtime", "image"):
             if self.runtime != "none" and not self.image:
                 rules.add("image", f"container.runtime = {self.runtime!r} needs one", "give the image")
@@ -153,24 +176,58 @@ class JobConfig(Section):
         if rules.usable("config", "array") and self.config and self.array:
             rules.add("array", "the tasks of an array would train in one folder", "remove it, or give command")
         self._check_texts(rules)
+        self._check_time(rules)
         nested = (self.container, self.requeue, self.preflight)
         return rules.problems + [problem for section in nested for problem in section.problems()]
 
+    def _check_time(self, rules: Rules) -> None:
+        if not rules.usable("time") or self.requeue.problems():
+            return
+        limit, warning = time_limit_s(self.time), self.requeue.signal_s
+        rules.require(limit is not None, "time", "no time limit of SLURM's", "give minutes, h:mm:ss or d-hh:mm:ss")
+        if self.config is not None and limit:
+            rules.require(
+                limit > warning,
+                "time",
+                f"SLURM's warning, {warning} s before the end (requeue.signal_s), would come at the start of the job",
+                "give more time, or set requeue.signal_s lower",
+            )
+
     def _check_texts(self, rules: Rules) -> None:
         """What would break a line of the script."""
-        if rules.usable("time"):
-            holds = re.fullmatch(TIME_FORMS, self.time) is not None
-            rules.require(holds, "time", "no time limit of SLURM's", "give minutes, h:mm:ss or d-hh:mm:ss")
         if rules.usable("name"):
             holds = re.fullmatch(PLAIN_NAME, self.name) is not None
             rules.require(holds, "name", "not one plain word", "use letters, digits, dots, dashes and underscores")
         if rules.usable("sbatch"):
-            holds = all(option.startswith("-") and "\n" not in option for option in self.sbatch)
             rules.require(
-                holds, "sbatch", "an option does not begin with a dash", "give options such as --mail-type=END"
+                all(map(_is_option, self.sbatch)),
+                "sbatch",
+                "one is not one option as sbatch reads it",
+                'give options such as --mail-type=END or --comment="two words", without # and backslashes',
             )
         one_word = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "array", "gres")
         for name in (*one_word, "workdir", "logs"):
             if rules.usable(name) and getattr(self, name) is not None:
-                holds = re.search(r"\s", getattr(self, name)) is None and getattr(self, name) != ""
-                rules.require(holds, name, "empty or with white space", "give one word")
+                value = getattr(self, name)
+                holds = re.search(READ_BY_SBATCH, value) is None and value.isprintable() and value != ""
+                wrong = "empty, or with white space, #, quotes or backslashes"
+                rules.require(holds, name, wrong, "give one plain word")
+        if rules.usable("gres") and self.gres is not None:
+            counted = re.fullmatch(r".*:[0-9]+", self.gres) is not None
+            rules.require(not counted, "gres", "has a count, which is devices_per_node", "give the name alone")
+        if rules.usable("python"):
+            rules.require(self.python.isprintable() and self.python.strip() != "", "python", "empty", "give a program")
+        words = [self.config or "", *self.overrides] if rules.usable("config", "overrides") else []
+        holds = all(word.isprintable() for word in words)
+        rules.require(holds, "overrides", "one of them or config holds a line feed or the like", "give plain text")
+
+
+def _is_option(text: str) -> bool:
+    """Whether sbatch reads a line as one option: a word, or a name and a value."""
+    if not text.startswith("-") or not text.isprintable() or re.search(r"[#\\]", text):
+        return False
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return False
+    return len(words) == 1 or (len(words) == 2 and "=" not in words[0])

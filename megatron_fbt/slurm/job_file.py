@@ -24,7 +24,7 @@ def load_job(path: Union[str, Path]) -> JobConfig:
             tree = yaml.load(file, Loader=_JobLoader)
     except FileNotFoundError:
         raise ConfigError(f"--job {path}: no such file; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}; correct the file") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds no fields; write a mapping such as `nodes: 2`")

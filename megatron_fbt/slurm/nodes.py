@@ -3,6 +3,7 @@
 `python -m megatron_fbt.slurm.nodes address` and `... port` print them inside a job.
 """
 
+import math
 import re
 import shutil
 import socket
@@ -14,6 +15,7 @@ from typing import List, Mapping, Optional, Sequence
 
 from megatron_fbt.errors import ConfigError, FBTError
 
+MOST_NODES = 100_000
 LOWEST_PORT = 10000
 PORT_PAIRS = 11000
 """10000 to 31999: above what services use, below what Linux hands out for outgoing connections (32768 on)."""
@@ -34,25 +36,27 @@ def expand_node_list(text: str) -> List[str]:
         parts = re.split(r"\[([^\[\]]*)\]", item)
         # Even places hold text, odd ones what stood in brackets.
         choices = [_range(part, text) if place % 2 else [part] for place, part in enumerate(parts)]
-        if not item or "[" in "".join(parts[::2]) or "]" in "".join(parts[::2]):
+        if not item or re.search(r"\s", item) or "[" in "".join(parts[::2]) or "]" in "".join(parts[::2]):
             raise ConfigError(f"node list {text!r}: cannot be read; give one as `scontrol show job` prints it")
+        if len(names) + math.prod(map(len, choices)) > MOST_NODES:
+            raise ConfigError(f"node list {text!r}: more than {MOST_NODES:,} nodes; give the nodes of one job")
         names += ["".join(choice) for choice in product(*choices)]
     return names
 
 
 def _split(text: str) -> List[str]:
     """Items between commas that stand outside of brackets."""
-    return re.split(r",(?![^\[]*\])", text.strip())
+    return re.split(r"\s*,\s*(?![^\[]*\])", text.strip())
 
 
 def _range(text: str, whole: str) -> List[str]:
     """`003-005,010` as 003, 004, 005, 010."""
     found: List[str] = []
     for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if not match or int(match[2] or match[1]) < int(match[1]):
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if not 0 <= int(last) - int(first) < MOST_NODES:
             raise ConfigError(f"node list {whole!r}: {item!r} is no range; give one as `scontrol show job` prints it")
-        first, last = match[1], match[2] or match[1]
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
 

@@ -58,13 +58,13 @@ def render(job: JobConfig, source: str, run_dir: Optional[str] = None) -> str:
         source: the job file, named in the script.
         run_dir: the run folder of a training job.
     """
-    head = ["#!/usr/bin/env bash", f"# Rendered by tools/launch_slurm.py from {source}: change that, not this."]
+    named = source if source.isprintable() else ascii(source)
+    head = ["#!/usr/bin/env bash", f"# Rendered by tools/launch_slurm.py from {named}: change that, not this."]
     head += [f"#SBATCH {option}" for option in sbatch_options(job, logs_folder(job, run_dir))]
-    lines = [*head, "set -euo pipefail", *_setup(job)]
+    start, setup = "\n".join([*head, "set -euo pipefail"]) + "\n", "\n".join(_setup(job)) + "\n"
     if job.command is not None:
-        lines += ["", *_command_lines(job)]
-        return "\n".join(lines) + "\n"
-    return "\n".join(lines) + "\n" + STEPS + _training(job, str(run_dir)) + GO_ON
+        return start + setup + "\n" + "\n".join(_command_lines(job)) + "\n"
+    return start + STEPS + setup + _training(job, str(run_dir)) + GO_ON
 
 
 def logs_folder(job: JobConfig, run_dir: Optional[str]) -> str:
@@ -103,7 +103,9 @@ def sbatch_options(job: JobConfig, logs: str) -> List[str]:
 
 def _setup(job: JobConfig) -> List[str]:
     threads = f"export OMP_NUM_THREADS={job.cpus_per_device}"
-    return [*(["", *job.setup] if job.setup else []), "", threads]
+    # Profiles of modules and conda read variables that are not set.
+    setup = ["", "set +u", *job.setup, "set -u"] if job.setup else []
+    return [*setup, "", threads]
 
 
 def _step(job: JobConfig, whole: bool) -> List[str]:

@@ -4,22 +4,20 @@ The job script calls `begin` before the run and `end` after it. `end` prints one
 seconds after which the job may start again, and says why on standard error. <run>/slurm/starts.jsonl keeps what was.
 """
 
-import json
 import os
 import re
 import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import Optional, Sequence
 
 from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError, DataError, StoppedBySignal
 from megatron_fbt.slurm.job import RequeueConfig
+from megatron_fbt.slurm.starts import Start, newest_checkpoint, read_starts, write_start
 
-FOLDER = "slurm"
-STARTS = "starts.jsonl"
 BAD_NODE = 69
 """Exit code of the preflight."""
 LONGEST_BACKOFF_S = 3600
@@ -34,30 +32,6 @@ MEANINGS = {
 RESUMABLE = StoppedBySignal.exit_code
 STOPPED_EARLY = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 """A run that is still starting dies of the signal."""
-
-
-@dataclass
-class Start:
-    """One start of a job and how it ended."""
-
-    job: str
-    restart: int
-    """SLURM_RESTART_COUNT."""
-    began: float
-    """Seconds since 1970."""
-    checkpoint: Optional[str]
-    """The run's newest checkpoint at the beginning."""
-    ended: Optional[float] = None
-    exit_code: Optional[int] = None
-    reached: Optional[str] = None
-    """The newest checkpoint at the end."""
-    verdict: Optional[str] = None
-    """`end`, or seconds until the next start."""
-
-    @property
-    def progressed(self) -> bool:
-        """Whether this start has written a checkpoint."""
-        return self.reached is not None and self.reached != self.checkpoint
 
 
 @dataclass(frozen=True)
@@ -92,7 +66,7 @@ def decide(code: int, warned: str, starts: Sequence[Start], budget: RequeueConfi
         return Verdict("end", f"{what}; restart budget exhausted: {last.restart} restarts (requeue.max_restarts)")
     if last.progressed:
         again = "with the checkpoint before" if code != RESUMABLE else "from its checkpoint"
-        delay = 0 if code == RESUMABLE else budget.backoff_s
+        delay = 0 if code == RESUMABLE else min(budget.backoff_s, LONGEST_BACKOFF_S)
         return Verdict(str(delay), f"{what}; goes on {again} ({last.reached})")
     idle = idle_starts(starts)
     if idle >= budget.max_failures:
@@ -117,45 +91,6 @@ def idle_starts(starts: Sequence[Start]) -> int:
 def describe_code(code: int) -> str:
     """An exit code in words."""
     return f"exit code {code}" + (f", ended by signal {code - 128}" if 128 < code < 160 else "")
-
-
-def newest_checkpoint(run_dir: Path) -> Optional[str]:
-    """Name of the newest complete checkpoint; None if there is none."""
-    try:
-        return (run_dir / "checkpoints" / "latest").read_text(encoding="utf-8").strip() or None
-    except (OSError, ValueError):
-        return None
-
-
-def read_starts(run_dir: Path, job: Optional[str] = None) -> List[Start]:
-    """Starts of one job in their order; a line that a kill has cut short is left out.
-
-    Args:
-        run_dir: the run folder.
-        job: its id; None = the job that started last.
-    """
-    try:
-        lines = (run_dir / FOLDER / STARTS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    starts = {}
-    for line in lines:
-        try:
-            start = Start(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        starts[start.job, start.restart] = start  # the line of the end follows that of the beginning
-    if job is None and starts:
-        job = max(starts.values(), key=lambda start: start.began).job
-    return sorted((start for start in starts.values() if start.job == job), key=lambda start: start.restart)
-
-
-def write_start(run_dir: Path, start: Start) -> None:
-    """Add a line to the file of starts."""
-    folder = run_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / STARTS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(start)) + "\n")
 
 
 def last_error(log: Optional[Path], mark: str) -> Optional[str]:
@@ -184,7 +119,9 @@ def mark_of(job: str, restart: int) -> str:
 def end(options: Namespace, job: str, restart: int) -> Verdict:
     """Note how a start ended, and decide."""
     run_dir = Path(options.run_dir)
-    starts = read_starts(run_dir, job) or [Start(job, restart, time.time(), None)]
+    starts = [start for start in read_starts(run_dir, job) if start.restart <= restart]
+    if not starts or starts[-1].restart < restart:  # the line of its beginning was lost
+        starts.append(Start(job, restart, time.time(), starts[-1].reached if starts else None))
     last = starts[-1]
     last.ended, last.exit_code, last.reached = time.time(), options.exit_code, newest_checkpoint(run_dir)
     budget = RequeueConfig(

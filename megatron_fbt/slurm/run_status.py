@@ -7,12 +7,14 @@ import time
 from calendar import timegm
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 from megatron_fbt.errors import ConfigError
-from megatron_fbt.slurm.requeue import FOLDER, STARTS, describe_code, newest_checkpoint, read_starts
+from megatron_fbt.slurm.requeue import RESUMABLE, describe_code
+from megatron_fbt.slurm.starts import FOLDER, STARTS, newest_checkpoint, read_starts, submitted_job
 from megatron_fbt.training.console import format_duration
 from megatron_fbt.training.lease import LEASE, read_holder
+from megatron_fbt.training.metrics import number
 from megatron_fbt.training.status import read_status
 
 SILENT_S = 600
@@ -35,19 +37,44 @@ def collect(run: str) -> Dict[str, Any]:
         raise ConfigError(f"run {run!r}: no such folder; name the folder of a run (run.dir)")
     status = read_status(folder / "status.json")
     starts = [asdict(start) for start in read_starts(folder)]
-    begun = "state" in status
-    if not begun and not starts:
-        raise ConfigError(f"run {run!r}: neither status.json nor {FOLDER}/{STARTS} in it; name the folder of a run")
-    report: Dict[str, Any] = {"run": run, **(status if begun else {"state": "waiting"})}
+    begun, submitted = isinstance(status.get("state"), str), submitted_job(folder)
+    if not begun and not starts and submitted is None:
+        raise ConfigError(
+            f"run {run!r}: no status.json that can be read, nor {FOLDER}/{STARTS} in it; name the folder of a run"
+        )
+    report: Dict[str, Any] = {"run": run, **(_usable(status) if begun else {"state": "waiting"})}
+    if _gave_up(starts) and not (begun and report["state"] == "finished"):
+        report["state"] = "failed"
     report["age_s"] = _age(report.get("time"))
     report["silent"] = report["state"] == "running" and (report["age_s"] or 0) > SILENT_S
     report["last_checkpoint"] = newest_checkpoint(folder) or report.get("last_checkpoint")
     report["holder"] = _holder(folder)
     report["starts"] = starts
     job = starts[-1]["job"] if starts else (report["holder"] or {}).get("job")
-    report["queue"] = queue_of(job) if job else None
+    report["queue"] = _queue([known for known in dict.fromkeys((job, submitted)) if known])
     report["alarm"] = alarm(report)
     return report
+
+
+NUMBERS = ("step", "train_steps", "tokens", "loss", "eta_s")
+
+
+def _usable(status: Dict[str, Any]) -> Dict[str, Any]:
+    """Its fields; what should be a number and is none becomes None."""
+    return {name: number(value) if name in NUMBERS else value for name, value in status.items()}
+
+
+def _gave_up(starts: List[Dict[str, Any]]) -> bool:
+    """Whether the last start ended the job otherwise than finished or stopped."""
+    last = starts[-1] if starts else {}
+    return last.get("verdict") == "end" and last.get("exit_code") not in (None, 0, RESUMABLE)
+
+
+def _queue(jobs: Sequence[str]) -> Optional[List[Dict[str, str]]]:
+    """Rows of the queue of all jobs; None where none is known, or SLURM does not answer."""
+    answers = [queue_of(job) for job in jobs]
+    known = [rows for rows in answers if rows is not None]
+    return [row for rows in known for row in rows] if known else None
 
 
 def _age(written: Optional[str]) -> Optional[float]:
@@ -90,7 +117,8 @@ def describe(report: Dict[str, Any]) -> str:
     """The screen."""
     lines = [f"{report['run']}: {report['state']}" + (" (silent)" if report["silent"] else "")]
     if report.get("step") is not None:
-        steps, loss = f"{report['step']:,} of {report['train_steps']:,}", report.get("loss")
+        total, loss = report.get("train_steps"), report.get("loss")
+        steps = f"{report['step']:,} of {'?' if total is None else f'{total:,}'}"
         lines.append(f"step             {steps}" + ("" if loss is None else f", loss {loss:.4f}"))
         lines.append(f"tokens           {report.get('tokens') or 0:,}")
     if report["state"] == "running":
@@ -119,16 +147,17 @@ def _start_line(start: Dict[str, Any]) -> str:
     if start.get("ended") is None:
         return f"{name:<16} of job {start['job']}, from {start.get('checkpoint') or 'the beginning'}: has not ended"
     took = format_duration(start["ended"] - start["began"])
-    code, verdict = start["exit_code"], start["verdict"]
-    after = "the end" if verdict == "end" else f"back into the queue, {verdict} s"
+    code = "exit code unknown" if start["exit_code"] is None else describe_code(start["exit_code"])
+    after = "the end" if start["verdict"] == "end" else f"back into the queue, {start['verdict']} s"
     reached = start["reached"] or "no checkpoint"
-    return f"{name:<16} of job {start['job']}, {took}: {describe_code(code)}, {reached}; {after}"
+    return f"{name:<16} of job {start['job']}, {took}: {code}, {reached}; {after}"
 
 
 def alarm(report: Dict[str, Any]) -> Optional[str]:
     """What a person should look at."""
     if report["state"] == "failed":
-        return "the run has failed"
+        ended = f": {describe_code(report['starts'][-1]['exit_code'])}" if _gave_up(report["starts"]) else ""
+        return f"the run has failed{ended}"
     if report["silent"]:
         return f"the run has not written for {format_duration(report['age_s'])}"
     return None

@@ -1,13 +1,17 @@
 """The script of a job, stored beside its run and handed to sbatch."""
 
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, Dict, Optional
 
 from megatron_fbt.errors import ConfigError
+from megatron_fbt.slurm.job import READ_BY_SBATCH
 from megatron_fbt.slurm.job_file import load_job, run_dir_of
 from megatron_fbt.slurm.render import logs_folder, render
+from megatron_fbt.slurm.starts import note_submission
 
 
 def launch(
@@ -30,9 +34,12 @@ def launch(
     job = load_job(job_file)
     run_dir = run_dir_of(job) if job.config is not None else None
     folder = logs_folder(job, run_dir)
-    if re.search(r"[\s%\"'$`\\]", folder):
+    if re.search(r"[%$`]|" + READ_BY_SBATCH, folder) or not folder.isprintable():
         raise ConfigError(f"logs = {folder!r}: SLURM would read a character of it in its own way; give a plain path")
+    if output is not None and (not output.strip() or os.path.realpath(output) == os.path.realpath(job_file)):
+        raise ConfigError(f"--output {output!r}: not a place for the script; name another file")
     report: Dict[str, Any] = {"script": None, "job": None, "text": render(job, job_file, run_dir)}
+    _check_shell(report["text"], job_file)
     if dry_run:
         return report
     base = Path(job.workdir or ".")
@@ -46,7 +53,24 @@ def launch(
     report["script"] = str(path)
     if not output:
         report["job"] = _submit(path, dependency)
+        if run_dir is not None:
+            note_submission(base / run_dir, report["job"])
     return report
+
+
+def _check_shell(text: str, job_file: str) -> None:
+    """Have bash, where there is one, read the script: the text of setup or command may be no shell text.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        return
+    result = subprocess.run([bash, "-n"], input=text, capture_output=True, text=True)
+    if result.returncode:
+        reason = " ".join(result.stderr.split())[:300]
+        raise ConfigError(f"{job_file}: the script is no shell text: {reason}; correct setup or command")
 
 
 def _submit(script: Path, dependency: Optional[str]) -> str:
@@ -58,8 +82,10 @@ def _submit(script: Path, dependency: Optional[str]) -> str:
         raise ConfigError(
             f"sbatch: not found, {script} was not submitted; run this on a login node of the cluster"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"sbatch: cannot be run ({error.strerror}), {script} was not submitted") from None
     if result.returncode:
-        raise ConfigError(f"{script}: sbatch refuses it: {' '.join(result.stderr.split())}; correct the job file")
+        raise ConfigError(f"{script}: sbatch refuses it: {' '.join(result.stderr.split())}; look at the job file")
     return result.stdout.strip().partition(";")[0]
 
 

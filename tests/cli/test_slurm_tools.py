@@ -56,6 +56,11 @@ def test_a_job_is_stored_beside_its_run_and_submitted(tool, job, tmp_path, monke
     script = tmp_path / "run" / "slurm" / "tiny.sh"
     assert code == 0 and out == f"script: {script}\njob: 42\n" and script.is_file()
     assert (tmp_path / "arguments").read_text() == f"--parsable --dependency=afterok:41 {script}\n"
+    assert tool("run_status", tmp_path / "run")[0] == 0, "it waits for its first start"
+    (tmp_path / "sbatch").chmod(0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = tool("launch_slurm", "--job", job)
+    assert code == 2 and "sbatch" in err and "was not submitted" in err
 
 
 def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):
@@ -69,6 +74,16 @@ def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):
     job.write_text(job.read_text().replace("devices_per_node: 4", "devices_per_node: 3"))
     code, _, err = tool("launch_slurm", "--job", job)
     assert code == 2 and "3" in err
+    for place in ("", str(job)):
+        code, _, err = tool("launch_slurm", "--job", job, "--output", place)
+        assert code == 2
+    job.write_text(JOB.format(run=tmp_path / "exp#1"))
+    code, _, err = tool("launch_slurm", "--job", job)
+    assert code == 2 and "exp#1" in err and "plain path" in err
+    job.write_text("command: if true; then\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    code, _, err = tool("launch_slurm", "--job", job, "--dry_run")
+    assert code == 2 and "correct setup or command" in err
     job.write_text("config: examples/configs/tiny_cpu.yaml\nlogs: a%b\ndevices_per_node: 4\n")
     code, _, err = tool("launch_slurm", "--job", job)
     assert code == 2 and "plain path" in err

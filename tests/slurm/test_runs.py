@@ -20,7 +20,7 @@ def wait_finished(jobs, name, job, timeout=240):
 
 def test_a_time_limit_saves_requeues_once_and_the_losses_are_those_of_an_unbroken_run(jobs):
     patient = ["--parallel.collective_timeout_s", "300"]
-    broken = jobs.submit(jobs.write("broken", STEPS, patient, requeue={"signal_s": 3000}), "--time=100")
+    broken = jobs.submit(jobs.write("broken", STEPS, patient, requeue={"signal_s": 3000}, time="100"))
     jobs.wait_for_step("broken", 2)
     paused = jobs.workers("broken")[0]
     os.kill(paused, signal.SIGSTOP)  # the run waits for this rank, however fast the machine is

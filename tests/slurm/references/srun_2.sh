@@ -14,11 +14,6 @@
 #SBATCH --requeue
 set -euo pipefail
 
-module load cuda
-export NCCL_DEBUG=WARN
-
-export OMP_NUM_THREADS=12
-
 # SLURM's warning: it is passed on to the run, which saves and leaves.
 warned=
 step=
@@ -40,6 +35,13 @@ run_step() {
     step=
     return "$code"
 }
+
+set +u
+module load cuda
+export NCCL_DEBUG=WARN
+set -u
+
+export OMP_NUM_THREADS=12
 
 run_dir=runs/big
 log="runs/big/slurm/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_fbt.errors import ConfigError
+from megatron_fbt.slurm.job import time_limit_s
 from megatron_fbt.slurm.job_file import load_job, run_dir_of
 
 
@@ -25,7 +26,7 @@ def test_fields_have_defaults(load):
 
 @pytest.mark.parametrize(
     "text, expected",
-    [("24:00:00", "24:00:00"), ("90", "90"), ("1-12:00:00", "1-12:00:00"), ("30:00", "30:00"), ("'10'", "10")],
+    [("24:00:00", "24:00:00"), ("90", "90"), ("1-12:00:00", "1-12:00:00"), ("30:00", "30:00"), ("'20'", "20")],
 )
 def test_times_stay_as_they_are_written(load, text, expected):
     assert load(f"config: a.yaml\ntime: {text}\n").time == expected
@@ -44,8 +45,25 @@ def test_times_stay_as_they_are_written(load, text, expected):
         ("config: a.yaml\narray: 0-3\n", ["job.array = '0-3'", "would train in one folder"]),
         ("config: a.yaml\ntime: soon\n", ["job.time = 'soon'", "h:mm:ss"]),
         ("config: a.yaml\nname: a b\n", ["job.name = 'a b'", "plain word"]),
-        ("config: a.yaml\npartition: a b\n", ["job.partition = 'a b'", "one word"]),
-        ("config: a.yaml\nsbatch: [mail]\n", ["job.sbatch", "dash"]),
+        ("config: a.yaml\npartition: a b\n", ["job.partition = 'a b'", "one plain word"]),
+        ("config: a.yaml\naccount: a#b\n", ["job.account = 'a#b'", "one plain word"]),
+        ("config: a.yaml\nqos: 'a\\b'\n", ["job.qos", "backslashes"]),
+        ("config: a.yaml\nreservation: '\"q\"'\n", ["job.reservation", "quotes"]),
+        ("config: a.yaml\nlogs: 'runs/a#1'\n", ["job.logs = 'runs/a#1'"]),
+        ("config: a.yaml\ngres: gpu:8\n", ["job.gres = 'gpu:8'", "devices_per_node"]),
+        ("config: a.yaml\npython: ''\n", ["job.python = ''", "give a program"]),
+        ('config: "a\\nb.yaml"\n', ["config holds a line feed"]),
+        ('config: a\ncontainer: {runtime: pyxis, image: i, mounts: ["/a\\n/b"]}\n', ["mounts or options hold"]),
+        ("config: a.yaml\nsbatch: [mail]\n", ["job.sbatch", "--mail-type=END"]),
+        ("config: a.yaml\nsbatch: ['--comment=issue#5']\n", ["job.sbatch", "without #"]),
+        ("config: a.yaml\nsbatch: ['--comment=a b']\n", ["job.sbatch", "two words"]),
+        ('config: a.yaml\nsbatch: ["--comment=o\'b"]\n', ["job.sbatch", "two words"]),
+        ("config: a.yaml\ntime: 5\n", ["job.time = '5'", "600 s before the end (requeue.signal_s)"]),
+        ("config: a.yaml\ntime: '10:00'\n", ["job.time = '10:00'", "at the start of the job"]),
+        ("config: a.yaml\ntime: '99999999999999999999'\n", ["no time limit"]),
+        ("config: a.yaml\npreflight: {min_free_gb: 1" + "0" * 400 + "}\n", ["min_free_gb", "out of range"]),
+        ("config: a.yaml\nnodes: 1" + "0" * 5000 + "\n", ["cannot be read as YAML"]),
+        ("[" * 3000, ["cannot be read as YAML"]),
         ("config: a.yaml\ncontainer: {runtime: pyxis}\n", ["container.image = null", "give the image"]),
         ("config: a.yaml\ncontainer: {image: x}\n", ["container.image = 'x'", "set container.runtime"]),
         ("config: a.yaml\nconfig: b.yaml\n", ["given twice"]),
@@ -57,6 +75,33 @@ def test_what_is_wrong_is_named_with_a_remedy(load, text, parts):
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert all(part in str(caught.value) for part in ["job.yaml", *parts]), str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["--mail-type=END", '--comment="two words"', "--mail-type END", "--hold"])
+def test_options_of_sbatch(load, option):
+    assert load(f"config: a.yaml\nsbatch: ['{option}']\n").sbatch == [option]
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [
+        ("90", 5400),
+        ("30:15", 1815),
+        ("2:00:01", 7201),
+        ("1-0", 86400),
+        ("1-1:30", 91800),
+        ("2-00:00:01", 172801),
+        ("0", 0),
+        ("soon", None),
+        ("٣:00:00", None),
+    ],
+)
+def test_time_limits_in_seconds(text, seconds):
+    assert time_limit_s(text) == seconds
+
+
+def test_only_a_job_that_trains_is_warned(load):
+    assert load("command: ls\ntime: 5\n").time == "5" and load("config: a.yaml\ntime: 0\n").time == "0"
 
 
 def test_a_missing_file_is_named():

@@ -15,6 +15,7 @@ LISTS = {
     "n[9-11]": ["n9", "n10", "n11"],
     "n[08-10]s,login": ["n08s", "n09s", "n10s", "login"],
     "a[1,3],b[2-3]-ib": ["a1", "a3", "b2-ib", "b3-ib"],
+    "a, n[1-2]": ["a", "n1", "n2"],
     "n[099-101]": ["n099", "n100", "n101"],
 }
 
@@ -24,8 +25,16 @@ def test_node_lists(text):
     assert expand_node_list(text) == LISTS[text]
 
 
-@pytest.mark.parametrize("text", ["", "n[", "n[1-2", "n1]", "n[2-1]", "n[a-b]", "n[]", "a,,b", "n[1]]"])
+@pytest.mark.parametrize(
+    "text", ["", "n[", "n[1-2", "n1]", "n[2-1]", "n[a-b]", "n[]", "a,,b", "n[1]]", "a b", "n[٣-٥]"]
+)
 def test_what_is_no_node_list_is_refused(text):
+    with pytest.raises(ConfigError, match="node list"):
+        expand_node_list(text)
+
+
+@pytest.mark.parametrize("text", ["n[0-999999999]", "n[1-9999]m[1-9999]", "n[1-" + "9" * 5000 + "]"])
+def test_lists_that_no_cluster_has_are_refused_at_once(text):
     with pytest.raises(ConfigError, match="node list"):
         expand_node_list(text)
 

@@ -127,6 +127,22 @@ def test_one_machine_alone(tmp_path, capsys, monkeypatch):
     assert os.listdir(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        (["--min_free_gb", "nan"], "--min_free_gb"),
+        (["--devices", "-3"], "--devices -3"),
+        (["--max_clock_skew_s", "-1"], "--max_clock_skew_s"),
+        (["--slow_factor", "1e9"], "--slow_factor"),
+        (["--timeout_s", "nan"], "--timeout_s nan"),
+        (["--run_dir", ""], "--run_dir"),
+    ],
+)
+def test_limits_without_a_meaning_are_refused(tmp_path, capsys, options, part):
+    assert main(["--run_dir", str(tmp_path / "run"), *options]) == 2
+    assert part in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_a_first_node_that_cannot_be_reached_is_an_error(tmp_path, capsys, monkeypatch):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     for name, value in place.items():

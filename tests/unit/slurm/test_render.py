@@ -102,6 +102,16 @@ def test_one_launcher_on_each_node_or_one_task_for_each_rank(nodes):
         assert "--signal=B:USR1@600" in options_of(script)
 
 
+def test_a_name_of_a_job_file_stays_a_comment():
+    script = render(job_of(1), "a\ntouch owned\n#.yaml", "runs/big")
+    assert "\ntouch owned" not in script and script.startswith("#!/usr/bin/env bash\n# Rendered by")
+
+
+def test_a_warning_during_the_setup_finds_its_trap():
+    script = script_of(job_of(1))
+    assert script.index("trap 'warn USR1' USR1") < script.index("module load cuda")
+
+
 def test_containers_wrap_what_runs_on_the_nodes():
     pyxis = script_of(job_of(2, **VARIANTS["pyxis"]))
     assert pyxis.count("'--container-image=/images/a b.sqsh'") == 3  # here, preflight, run

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_fbt.errors import FBTError
 from megatron_fbt.slurm.job import RequeueConfig
-from megatron_fbt.slurm.requeue import MEANINGS, Start, decide, last_error, main, read_starts
+from megatron_fbt.slurm.requeue import MEANINGS, decide, last_error, main
+from megatron_fbt.slurm.starts import Start, read_starts
 
 BUDGET = RequeueConfig(max_failures=3, max_restarts=None, backoff_s=60)
 
@@ -59,6 +60,8 @@ def test_a_new_checkpoint_gives_the_budget_back():
 
 def test_a_warned_run_that_never_gets_further_ends_too():
     assert [decide(75, "USR1", starts(*[False] * n), BUDGET).word for n in (1, 3)] == ["60", "end"]
+    long = RequeueConfig(max_failures=3, backoff_s=7200)
+    assert [decide(1, "", starts(found), long).word for found in (True, False)] == ["3600", "3600"]
     assert "while it was starting" in decide(138, "USR1", starts(False), BUDGET).reason
 
 
@@ -106,6 +109,43 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path, command):
     with open(tmp_path / "slurm" / "starts.jsonl", "a") as file:
         file.write('{"job": "7", "rest\n' + json.dumps({"job": "7"}) + "\n")
     assert len(read_starts(tmp_path, "7")) == 1
+
+
+ODD_LINES = ['{"job": [1]}', '"restart": "x"', "[" * 100_000, "null", "3", '{"job": "7", "restart": 0, "began": "x"}']
+
+
+@pytest.mark.parametrize("line", [*ODD_LINES, '{"job": "7", "restart": "x", "began": 1.0, "checkpoint": null}'])
+def test_lines_of_another_hand_do_not_end_a_job(tmp_path, command, line):
+    command("6", 0, "begin")
+    command("7", 0, "begin")
+    with open(tmp_path / "slurm" / "starts.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert command("7", 0, "end", "--exit_code", "1").out == "60\n"
+    assert [start.job for start in read_starts(tmp_path)] == ["7"]
+
+
+def test_a_start_behind_a_torn_line_is_kept(tmp_path, command):
+    command("7", 0, "begin")
+    path = tmp_path / "slurm" / "starts.jsonl"
+    path.write_text(path.read_text() + '{"job": "7", "rest')
+    checkpoint(tmp_path, "step_00000010")
+    command("7", 1, "begin")
+    assert command("7", 1, "end", "--exit_code", "1").out == "120\n", "neither start wrote a checkpoint"
+    assert [start.restart for start in read_starts(tmp_path, "7")] == [0, 1]
+
+
+def test_a_lost_beginning_is_not_taken_for_progress(tmp_path, command):
+    checkpoint(tmp_path, "step_00000010")
+    command("7", 0, "begin")
+    command("7", 0, "end", "--exit_code", "1")
+    assert command("7", 1, "end", "--exit_code", "1").out == "120\n"
+
+
+def test_a_start_of_the_future_is_not_this_one(tmp_path, command):
+    command("7", 0, "begin")
+    with open(tmp_path / "slurm" / "starts.jsonl", "a") as file:
+        file.write(json.dumps({"job": "7", "restart": 99, "began": 1.0, "checkpoint": None}) + "\n")
+    assert command("7", 0, "end", "--exit_code", "1", "--max_restarts", "5").out == "60\n"
 
 
 def test_the_last_line_says_why(tmp_path, command):

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.slurm import run_status
-from megatron_fbt.slurm.requeue import Start, write_start
 from megatron_fbt.slurm.run_status import collect, describe
+from megatron_fbt.slurm.starts import Start, note_submission, write_start
 from megatron_fbt.training.lease import Lease
 from megatron_fbt.training.status import write_status
 
@@ -107,6 +107,30 @@ def test_a_silent_and_a_failed_run_raise_an_alarm(run):
 def test_before_the_first_step_there_are_starts_alone(run):
     write_start(run, Start("7", 0, 100.0, None))
     assert collect(str(run))["state"] == "waiting"
+
+
+@pytest.mark.parametrize("code, alarm", [(3, "exit code 3"), (69, "exit code 69"), (75, None), (0, None)])
+def test_a_job_that_gave_up_before_the_first_step_has_failed(run, code, alarm):
+    write_start(run, Start("7", 0, 100.0, None, 200.0, code, None, "end"))
+    report = collect(str(run))
+    assert report["alarm"] == (alarm and f"the run has failed: {alarm}")
+    assert report["state"] == ("failed" if alarm else "waiting")
+
+
+def test_a_job_that_waits_for_its_first_start_is_found_in_the_queue(run):
+    squeue(run, 'echo "42|PENDING|0:00|1:00:00|(Priority)"')
+    note_submission(run, "42")
+    report = collect(str(run))
+    assert (report["state"], report["alarm"]) == ("waiting", None)
+    assert "queue            job 42 PENDING, 0:00 of 1:00:00, (Priority)" in describe(report)
+
+
+@pytest.mark.parametrize("odd", ["text", None, [1], float("nan"), True])
+def test_fields_of_other_types_are_shown_as_unknown(run, odd):
+    for name in ("step", "train_steps", "tokens", "loss", "eta_s"):
+        running(run, **{name: odd})
+        report = collect(str(run))
+        assert report[name] is None and json.dumps(report, allow_nan=False) and describe(report)
 
 
 @pytest.mark.parametrize("content", [None, "{", json.dumps([1])])
