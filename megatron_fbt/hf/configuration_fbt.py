@@ -116,6 +116,8 @@ class FBTConfig(PretrainedConfig):
         self.regime = regime
         self.use_cache = use_cache
         self._check()
+        for name in ("rope_scaling", "rope_parameters"):
+            self._refuse_scaling(name, kwargs.pop(name, None))
         super().__init__(
             bos_token_id=bos_token_id,
             eos_token_id=eos_token_id,
@@ -137,6 +139,12 @@ class FBTConfig(PretrainedConfig):
     def to_diff_dict(self):
         """What config.json holds: some versions of transformers leave out a value that is their own default."""
         return {**super().to_diff_dict(), "tie_word_embeddings": self.tie_word_embeddings}
+
+    def _refuse_scaling(self, name, value):
+        """Other rotary embeddings than the plain one would be left out in silence."""
+        plain = {"rope_type": "default", "type": "default", "rope_theta": self.rope_theta}
+        if value and not (isinstance(value, dict) and all(plain.get(key) == held for key, held in value.items())):
+            raise ValueError(f"{name}={value!r}: not supported, the model knows rope_theta alone; remove it")
 
     def _check(self):
         for name, allowed in (("input_norm", INPUT_NORMS), ("fusion", FUSIONS), ("regime", REGIMES)):

@@ -54,13 +54,18 @@ class GenerationOptions:
 
 
 def check_model_folder(folder: Union[str, Path]) -> None:
-    """Check, without loading anything, that a folder holds an exported model.
+    """Check, without loading anything, that a folder holds an exported model and nothing that replaces its weights.
 
     Raises:
         CheckpointError: It does not.
     """
     if not is_export(Path(folder)):
         raise CheckpointError(f"model {folder}: no exported model. Make one with tools/convert_to_hf.py.")
+    if (Path(folder) / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"model {folder}: an adapter lies in it (adapter_config.json), and transformers would load the model that "
+            "the adapter names; merge the adapter with peft's merge_and_unload, or move it to a folder of its own"
+        )
 
 
 def load_model(folder: Union[str, Path], device: Optional[str] = None) -> Tuple[Any, Any]:

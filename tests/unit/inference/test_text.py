@@ -141,6 +141,29 @@ def test_impossible_numbers_in_the_configuration_are_named(folder, tmp_path, fie
         load_network(changed(folder, tmp_path / "x", "config.json", **{field: value}), "cpu")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}},
+        {"rope_scaling": "linear"},
+    ],
+)
+def test_rotary_embeddings_that_the_model_does_not_have_are_refused(folder, tmp_path, changes):
+    with pytest.raises(CheckpointError, match=f"{next(iter(changes))}=.*the model knows rope_theta alone"):
+        load_network(changed(folder, tmp_path / "x", "config.json", **changes), "cpu")
+    theta = json.loads((folder / "config.json").read_text())["rope_theta"]
+    plain = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    load_network(changed(folder, tmp_path / "y", "config.json", **plain), "cpu")
+
+
+def test_an_adapter_in_an_export_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "x")
+    (tmp_path / "x" / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(CheckpointError, match="adapter_config.json.*merge_and_unload"):
+        load_network(tmp_path / "x", "cpu")
+
+
 def test_an_error_in_a_tokenizer_is_one_line(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "x")
     (tmp_path / "x" / "tokenizer.json").unlink()
