@@ -78,7 +78,8 @@ def test_a_job_that_dies_at_once_ends_when_its_budget_is_exhausted(jobs, monkeyp
     ]
     monkeypatch.setenv("SLURM_CONF", jobs.cluster.environment["SLURM_CONF"])
     report = collect(str(jobs.folder / "dies"))
-    assert [start["verdict"] for start in report["starts"]] == ["1", "end"] and report["state"] == "waiting"
+    assert [start["verdict"] for start in report["starts"]] == ["1", "end"]
+    assert (report["state"], report["alarm"]) == ("failed", "the run has failed: exit code 1")
     assert all(row["state"] in ("FAILED", "COMPLETING") for row in report["queue"])
     assert f"start 2          of job {job}" in describe(report)
 
@@ -94,7 +95,7 @@ def test_a_wrong_configuration_is_not_tried_again(jobs):
     log = jobs.log("wrong", job)
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), log
     last, verdict = log.splitlines()[-2:]
-    assert last.startswith("last error: error: ") and "num_layers" in last
+    assert last.startswith("last error: error: ") and "num_layers" in last, log
     assert verdict.startswith(f"job {job}: failed: exit code 2, configuration")
 
 

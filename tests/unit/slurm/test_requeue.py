@@ -161,3 +161,16 @@ def test_the_last_line_says_why(tmp_path, command):
         "job 7: failed: exit code 2, configuration or command line; starting again would not help",
     ]
     assert last_error(log, "== job 9, start 1") is not None and last_error(tmp_path / "none", "x") is None
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("half a lineerror: no data set\nsrun: error: n1: task 0: Exited\n", "error: no data set"),
+        ("srun: error: n1: task 0: Exited\n", None),
+        ("half a lineerror: no data set\nerror: the last whole one\n", "error: the last whole one"),
+    ],
+)
+def test_an_error_behind_half_a_line_of_another_task_is_found(tmp_path, text, found):
+    (tmp_path / "log").write_text(f"== job 7, start 1\n{text}")
+    assert last_error(tmp_path / "log", "== job 7, start 1") == found
