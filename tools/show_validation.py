@@ -43,7 +43,7 @@ def main(argv=None) -> int:
     last = validations[-1]["losses"]
     if args.unigram_entropy is not None:
         limit = args.unigram_entropy - (args.margin or 0.0)
-        if not all(loss is not None and loss <= limit for loss in last):
+        if any(loss is None or loss > limit for loss in last):
             print(f"error: the last validation losses {last} are not all below {limit:.4f}", file=sys.stderr)
             return 1
     return 0

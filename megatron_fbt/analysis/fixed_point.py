@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MOST_PASSES = 100_000
+"""What a command may ask for."""
 LOGITS_AT_ONCE = 1 << 25
 """Logits computed together, so that a large vocabulary does not fill the memory."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from megatron_fbt.analysis.fixed_point import PassSeries, iterate
+from megatron_fbt.analysis.fixed_point import MOST_PASSES, PassSeries, iterate
 from megatron_fbt.analysis.plots import (
     COLORS,
     model_name,
@@ -20,8 +20,6 @@ from megatron_fbt.analysis.rows import TokenRows, indexed_rows, text_rows
 from megatron_fbt.analysis.stability import assess, judged_norms
 from megatron_fbt.errors import BadNumbersError, ConfigError
 from megatron_fbt.inference.text import check_model_folder, load_model, load_network
-
-MOST_PASSES = 100_000
 
 
 @dataclass

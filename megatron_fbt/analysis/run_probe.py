@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fbt.analysis.facts import NO_LABEL, Facts, read_facts
+from megatron_fbt.analysis.fixed_point import MOST_PASSES
 from megatron_fbt.analysis.layer_inputs import layer_inputs, passes_of
 from megatron_fbt.analysis.plots import (
     COLORS,
@@ -25,7 +26,6 @@ from megatron_fbt.analysis.progress import PieceProgress
 from megatron_fbt.errors import BadNumbersError, ConfigError
 from megatron_fbt.inference.text import check_model_folder, load_model, load_network
 
-MOST_PASSES = 100_000
 CAUTION = (
     "A probe shows that a fact is present in a vector, not that training put it there or that the model uses it: a "
     "fusion layer that was never trained carries much of h(t-1) as well. Pair it with a test of accuracy."
