@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 from typing import List, Optional
 
 from megatron_fbt.config.checks import launcher_number, resolve_world_size, validate_config
@@ -11,7 +10,8 @@ from megatron_fbt.config.load import parse_command_line
 from megatron_fbt.config.plan import make_plan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.data.token_ids import run_tokenizer
-from megatron_fbt.errors import FBTError, StoppedBySignal
+from megatron_fbt.ending import end_rank
+from megatron_fbt.errors import StoppedBySignal
 from megatron_fbt.training.batch_size import run_length
 from megatron_fbt.training.leftovers import tidy_up
 from megatron_fbt.training.messages import set_up_messages
@@ -29,7 +29,6 @@ from megatron_fbt.versions import check_megatron_core_version
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Parse, check, train; returns the exit code (see megatron_fbt.errors)."""
-    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config, options = parse_command_line(sys.argv[1:] if argv is None else argv)
         if options.dry_run:
@@ -41,14 +40,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         if stop.speaks:
             print(stop, flush=True)
         return stop.exit_code
-    except FBTError as error:
-        if getattr(error, "speaks", first_here):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
     except Exception as error:
-        if getattr(error, "speaks", first_here):
-            traceback.print_exc()
-        return 1
+        return end_rank(error)
     return 0
 
 

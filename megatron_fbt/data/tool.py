@@ -5,6 +5,7 @@ import signal
 import sys
 from typing import Any, Callable, Dict
 
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import FBTError
 from megatron_fbt.training.metrics import json_ready
 
@@ -23,8 +24,7 @@ def run_tool(work: Callable[[], None]) -> int:
     try:
         work()
     except FBTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -13,6 +13,7 @@ from itertools import product
 from os import environ
 from typing import List, Mapping, Optional, Sequence
 
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import ConfigError, FBTError
 
 MOST_NODES = 100_000
@@ -127,8 +128,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             raise ConfigError(f"arguments {' '.join(asked)!r}: give one of {', '.join(answers)}")
         print(answers[asked[0]](environ))
     except FBTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     return 0
 
 

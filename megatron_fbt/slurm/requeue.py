@@ -101,7 +101,7 @@ def last_error(log: Optional[Path], mark: str) -> Optional[str]:
         return None
     text = text.rpartition(mark)[2]
     found = re.findall(r"^(?:\[[^\]]*\]:\s*|\d+: )?(error: .*|[A-Za-z_.]+(?:Error|Exception): .*)$", text, re.MULTILINE)
-    # srun passes on what tasks print in pieces: a line may stand behind half a line of another task.
+    # The ranks of a node share a pipe: a line may stand behind half a line of another one.
     found = found or re.findall(r"(?<!: )error: .*", text)
     return found[-1] if found else None
 

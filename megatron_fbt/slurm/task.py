@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Dict, List, Mapping, Optional, Sequence
 
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import ConfigError, FBTError
 from megatron_fbt.slurm.nodes import job_port, master_address
 
@@ -88,8 +89,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         else:
             raise ConfigError(f"first argument {kind!r}: give node, device or check")
     except FBTError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return tell(error)
     os.execve(sys.executable, [sys.executable, *command], environment)
 
 

@@ -119,6 +119,15 @@ def test_a_failed_worker_gives_its_code_and_ends_the_others(tmp_path, code, expe
     assert ("rank 1 (pid" in errors) and ("was ended by SIGKILL" if code < 0 else f"exit code {code}") in errors
 
 
+def test_an_error_is_told_even_if_the_first_rank_is_the_last_to_find_it(tmp_path):
+    slow = "import os, time\nif os.environ.get('LOCAL_RANK') == '0':\n    time.sleep(2)\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    command = [sys.executable, "-m", "megatron_fbt.launch", "--nproc_per_node", "2", "-m", "megatron_fbt.pretrain"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = subprocess.run([*command, "--config", "none.yaml"], env=environment, capture_output=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.count(b"error: --config none.yaml: no such file") == 1, ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_signal_reaches_every_worker_once_and_all_may_save(tmp_path, number):
     launcher = start(tmp_path, SAVES_WHEN_ASKED)

@@ -1,12 +1,10 @@
 """Continue prompts with the model of a training checkpoint, without converting it, in one of the four regimes."""
 
 import argparse
-import os
 import sys
-import traceback
 from typing import List, Optional
 
-from megatron_fbt.errors import FBTError
+from megatron_fbt.ending import end_rank
 from megatron_fbt.inference.command_line import add_generation_options, generation_options, prompt_source
 
 EXAMPLE = """examples:
@@ -56,17 +54,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         arguments.batch_size,
         arguments.json,
     )
-    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         run(request)
-    except FBTError as error:
-        if getattr(error, "speaks", first_here):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
     except Exception as error:
-        if getattr(error, "speaks", first_here):
-            traceback.print_exc()
-        return 1
+        return end_rank(error)
     return 0
 
 
