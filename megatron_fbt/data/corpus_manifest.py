@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from megatron_fbt.core.manifest import HASH, FileEntry, sync_path
+from megatron_fbt.core.manifest import HASH, FileEntry
+from megatron_fbt.data.output_files import write_json
 from megatron_fbt.errors import DataError
 
 SUFFIX = ".manifest.json"
@@ -177,25 +178,3 @@ def write_manifest(manifest: CorpusManifest) -> None:
         "shards": [shard_to_json(shard, folder) for shard in manifest.shards],
     }
     write_json(manifest.path, content)
-
-
-def write_json(path, content: Dict[str, Any]) -> None:
-    """Write a JSON file so that it is there whole, and safely on the disk, or not at all.
-
-    Two processes, on this computer or others, may write the same one at once.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path = Path(path).absolute()
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, ensure_ascii=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_path(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -208,4 +208,4 @@ def narrow_ids(ids: numpy.ndarray, vocab_size: int) -> numpy.ndarray:
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise DataError(f"token id {bad} is outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1})")
-    return ids.astype(token_dtype(vocab_size))
+    return ids.astype(token_dtype(vocab_size), copy=False)

@@ -4,13 +4,16 @@ import os
 import shutil
 import struct
 import warnings
-from contextlib import contextmanager
+from array import array
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Dict, Iterator, Optional
 
 import numpy
 
+from megatron_fbt.core.manifest import FileEntry, HashingFile, sync_path
 from megatron_fbt.data.encode import narrow_ids, token_dtype
+from megatron_fbt.data.output_files import open_alone, partial_path
 from megatron_fbt.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -31,30 +34,32 @@ def quiet_megatron() -> Iterator[None]:
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx under other names and gives them theirs at the very end.
 
-    An older pair of the same name is removed at once, so that no interrupted run leaves one that looks like its result.
+    The files are those that Megatron-Core's builder would write, byte for byte. Memory holds four bytes a document.
+    An older pair of this name is removed at once, so that no interrupted run leaves one that looks like its result.
     """
 
     def __init__(self, prefix: str, vocab_size: int):
         """Open the files.
 
         Raises:
-            DataError: The folder cannot be written.
+            DataError: The folder cannot be written, or another process is writing this pair.
         """
-        with quiet_megatron():
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
         self.prefix, self.vocab_size = str(prefix), vocab_size
         self.documents = self.tokens = 0
+        self.files: Dict[str, FileEntry] = {}
+        """Size and hash of both files, by ending; known after ``finish``."""
         self._bin, self._idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-        self._partial_bin, self._partial_idx = Path(f"{prefix}.bin.partial"), Path(f"{prefix}.idx.partial")
-        self._builder = None
+        self._partial_bin, self._partial_idx = partial_path(self._bin), partial_path(self._idx)
+        self._lengths = array("i")
+        self._stream: Optional[HashingFile] = None
         self.dtype = token_dtype(vocab_size)
         try:
             self._bin.parent.mkdir(parents=True, exist_ok=True)
-            for path in (self._idx, self._bin, self._partial_bin, self._partial_idx):
+            self._stream = HashingFile(open_alone(self._partial_bin))
+            for path in (self._idx, self._bin, self._partial_idx):
                 path.unlink(missing_ok=True)
-            self._builder = IndexedDatasetBuilder(str(self._partial_bin), dtype=self.dtype)
         except OSError as error:
+            self.discard()
             raise self._write_error(error) from error
 
     def add(self, ids: numpy.ndarray, lengths: numpy.ndarray) -> None:
@@ -68,45 +73,64 @@ class IndexedWriter:
             DataError: An id is outside the vocabulary, a document is too long for the format, or writing fails.
         """
         ids = narrow_ids(ids, self.vocab_size)
-        begin = 0
+        lengths = numpy.asarray(lengths, dtype=numpy.int64)
+        if lengths.size and not (0 < int(lengths.min()) and int(lengths.max()) < 2**31):
+            bad = int(lengths.min()) if int(lengths.min()) <= 0 else int(lengths.max())
+            raise DataError(f"output {self.prefix}: a document of {bad} tokens; 1 to {2**31 - 1} fit")
+        if int(lengths.sum()) != ids.size:
+            raise DataError(f"output {self.prefix}: {ids.size} ids for documents of {int(lengths.sum())} tokens")
         try:
-            for length in lengths.tolist():
-                if not 0 < length < 2**31:
-                    raise DataError(f"output {self.prefix}: a document of {length} tokens; 1 to {2**31 - 1} fit")
-                self._builder.add_document(ids[begin : begin + length], [length])
-                begin += length
+            self._stream.write(numpy.ascontiguousarray(ids).data if ids.size else b"")
         except OSError as error:
             raise self._write_error(error) from error
+        self._lengths.frombytes(lengths.astype(numpy.int32).tobytes())
         self.documents += len(lengths)
-        self.tokens += begin
+        self.tokens += ids.size
 
     def finish(self) -> None:
         """Write the index and bring both files safely to the disk, still under their temporary names."""
         try:
-            self._builder.finalize(str(self._partial_idx))
-            for path in (self._partial_bin, self._partial_idx):
-                with open(path, "rb+") as stream:
-                    os.fsync(stream.fileno())
+            os.fsync(self._stream.fileno())
+            self.files[".bin"] = self._stream.entry
+            with closing(HashingFile(open_alone(self._partial_idx))) as stream:
+                self._write_index(stream)
+                os.fsync(stream.fileno())
+                self.files[".idx"] = stream.entry
         except OSError as error:
             raise self._write_error(error) from error
+
+    def _write_index(self, stream: HashingFile) -> None:
+        """Header, lengths, byte offsets and document bounds: every document is one sequence."""
+        code = next(code for code, dtype in _TOKEN_TYPES.items() if dtype is self.dtype)
+        lengths = numpy.frombuffer(self._lengths, dtype=numpy.int32)
+        stream.write(_HEADER.pack(_MAGIC, 1, code, self.documents, self.documents + 1))
+        stream.write(lengths.data if lengths.size else b"")
+        for part in byte_offsets(lengths, numpy.dtype(self.dtype).itemsize):
+            stream.write(part.data)
+        for first in range(0, self.documents + 1, _PART):
+            stream.write(numpy.arange(first, min(first + _PART, self.documents + 1), dtype=numpy.int64).data)
 
     def publish(self) -> None:
         """Give the files their names: first the data, then the index, without which the data are not looked at."""
         try:
             os.replace(self._partial_bin, self._bin)
             os.replace(self._partial_idx, self._idx)
+            sync_path(self._bin.parent)
+            self._stream.close()
         except OSError as error:
             raise self._write_error(error) from error
 
     def discard(self) -> None:
         """Remove what was written under temporary names; harmless after ``publish``."""
-        try:
-            if self._builder is not None:
-                self._builder.data_file.close()
-        except OSError:
-            pass  # a full disk; the file goes anyway
+        if self._stream is None:
+            return
         self._partial_bin.unlink(missing_ok=True)
         self._partial_idx.unlink(missing_ok=True)
+        try:
+            self._stream.close()
+        except OSError:
+            pass  # a full disk; the file is gone anyway
+        self._stream = None
 
     def _write_error(self, error: OSError) -> DataError:
         folder = self._bin.parent
@@ -116,6 +140,24 @@ class IndexedWriter:
             f"output {self._bin}: cannot be written: {error.strerror or error} "
             f"({size} bytes of tokens so far, {free} bytes free in {folder}); nothing is left of it"
         )
+
+
+def byte_offsets(lengths: numpy.ndarray, item_size: int) -> Iterator[numpy.ndarray]:
+    """Where each sequence begins in a .bin file, in parts of 2^20 sequences.
+
+    Args:
+        lengths: [sequences] in tokens.
+        item_size: Bytes of a token.
+
+    Yields:
+        [part] int64 byte offsets.
+    """
+    begin = 0
+    for first in range(0, len(lengths), _PART):
+        part = lengths[first : first + _PART].astype(numpy.int64) * item_size
+        ends = numpy.cumsum(part) + begin
+        yield ends - part
+        begin = int(ends[-1])
 
 
 def check_indexed(prefix: str, vocab_size: Optional[int] = None) -> None:

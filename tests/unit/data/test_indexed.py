@@ -2,13 +2,16 @@
 
 import resource
 import shutil
+import tracemalloc
 import warnings
 
 import numpy
 import pytest
+import xxhash
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, _IndexReader
 
-from megatron_fbt.data.indexed import IndexedWriter, check_indexed, open_indexed
+from megatron_fbt.data.encode import token_dtype
+from megatron_fbt.data.indexed import IndexedWriter, byte_offsets, check_indexed, open_indexed
 from megatron_fbt.errors import DataError
 from tests.unit.data.corpus import numbered_documents, write_documents
 
@@ -146,6 +149,70 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 70_000])
+@pytest.mark.parametrize("count", [0, 1, 7, 12])
+def test_the_files_are_those_of_megatrons_builder_byte_for_byte(tmp_path, monkeypatch, vocab_size, count):
+    monkeypatch.setattr("megatron_fbt.data.indexed._PART", 4)
+    generator = numpy.random.default_rng(count)
+    documents = [generator.integers(0, vocab_size, 1 + i * i).tolist() for i in range(count)]
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=token_dtype(vocab_size))
+    for document in documents:
+        builder.add_document(numpy.array(document), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    writer = IndexedWriter(str(tmp_path / "ours"), vocab_size)
+    for first in range(0, count, 5):
+        part = documents[first : first + 5]
+        writer.add(numpy.concatenate(part), numpy.array([len(document) for document in part]))
+    writer.finish()
+    writer.publish()
+    for ending in (".bin", ".idx"):
+        content = (tmp_path / f"ours{ending}").read_bytes()
+        assert content == (tmp_path / f"theirs{ending}").read_bytes()
+        entry = writer.files[ending]
+        assert (entry.size, entry.digest) == (len(content), xxhash.xxh3_128_hexdigest(content))
+
+
+def test_a_document_costs_a_few_bytes_of_memory(tmp_path):
+    writer = IndexedWriter(str(tmp_path / "many"), 1000)
+    ids, lengths = numpy.ones(10_000, dtype=numpy.uint16), numpy.ones(10_000, dtype=numpy.int64)
+    writer.add(ids, lengths)
+    tracemalloc.start()
+    for _ in range(99):
+        writer.add(ids, lengths)
+    writer.finish()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 990_000
+    writer.publish()
+    check_indexed(str(tmp_path / "many"), 2)
+
+
+def test_byte_offsets_are_exact_beyond_32_bits():
+    lengths = numpy.full(5, 2**30, dtype=numpy.int32)
+    assert numpy.concatenate(list(byte_offsets(lengths, 4))).tolist() == [i * 2**32 for i in range(5)]
+    many = numpy.full((3 * 10**12) // (2**31 - 1) + 1, 2**31 - 1, dtype=numpy.int32)
+    last = numpy.concatenate(list(byte_offsets(many, 4)))[-1]
+    assert int(last) == (len(many) - 1) * (2**31 - 1) * 4 > 10**13
+
+
+def test_two_writers_of_one_pair_do_not_mix(tmp_path):
+    first = IndexedWriter(str(tmp_path / "x"), 1000)
+    with pytest.raises(DataError, match=r"x\.bin\.partial: another process is writing it"):
+        IndexedWriter(str(tmp_path / "x"), 1000)
+    first.add(numpy.array([5, 6]), numpy.array([2]))
+    first.finish()
+    first.publish()
+    second = IndexedWriter(str(tmp_path / "x"), 1000)
+    second.discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_lengths_that_are_not_those_of_the_ids_are_refused(tmp_path):
+    writer = IndexedWriter(str(tmp_path / "v"), 1000)
+    with pytest.raises(DataError, match="3 ids for documents of 4 tokens"):
+        writer.add(numpy.array([1, 2, 3]), numpy.array([2, 2]))
 
 
 def test_documents_of_impossible_length_are_refused(tmp_path):

@@ -1,0 +1,79 @@
+"""Output files that are there whole or not at all, even if the process is killed or another one writes them, too."""
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, Dict
+
+from megatron_fbt.core.manifest import sync_path
+from megatron_fbt.errors import DataError
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems without locks say."""
+
+
+def partial_path(path: Path) -> Path:
+    """Name of a file before it is complete; always the same, so that the next run replaces what a killed one left."""
+    return path.with_name(path.name + ".partial")
+
+
+def open_alone(path: Path, wait: bool = False) -> BinaryIO:
+    """Open an empty file for writing, unbuffered, that no other process writes at the same time.
+
+    Args:
+        path: Of the file; what it held goes.
+        wait: Wait for another writer instead of failing.
+
+    Raises:
+        DataError: Another process is writing it.
+        OSError: It cannot be opened.
+    """
+    while True:
+        stream = open(path, "ab", buffering=0)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _is_at(stream, path):
+                stream.truncate(0)
+                return stream
+            stream.close()  # the other writer has finished, and given it its name
+        except BlockingIOError as error:
+            stream.close()
+            raise DataError(f"output {path}: another process is writing it; wait for it, or end it") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                stream.close()
+                raise
+            stream.truncate(0)
+            return stream
+
+
+def _is_at(stream: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def write_json(path, content: Dict[str, Any]) -> None:
+    """Write a JSON file so that it is there whole, and safely on the disk, or not at all.
+
+    Processes that write the same one at once wait for each other.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(path).absolute()
+    partial = partial_path(path)
+    with open_alone(partial, wait=True) as stream:
+        try:
+            data = memoryview(json.dumps(content, indent=1).encode("ascii") + b"\n")
+            while data:
+                data = data[stream.write(data) :]
+            os.fsync(stream.fileno())
+            os.replace(partial, path)
+            sync_path(path.parent)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
