@@ -6,7 +6,7 @@ example:
   python tools/launch_slurm.py --job examples/slurm/multi_node.yaml
   python tools/launch_slurm.py --job examples/slurm/multi_node.yaml --output job.sh
 
-The job file says how many nodes, for how long, and which configuration is trained; docs/slurm.md lists its fields. The
+The job file says how many nodes, for how long, and which configuration is trained; its fields are listed below. The
 configuration is checked for the job's number of ranks before anything is submitted.
 Exit codes: 0 done, 2 job file, configuration or sbatch.
 """
@@ -15,10 +15,12 @@ import argparse
 import sys
 
 from megatron_fbt.data.tool import run_report
+from megatron_fbt.slurm.job_file import describe_fields
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, epilog=describe_fields(), formatter_class=form)
     parser.add_argument("--job", required=True, metavar="YAML", help="the job file")
     parser.add_argument("--dry_run", action="store_true", help="print the script; store and submit nothing")
     parser.add_argument("--output", metavar="FILE", help="store the script there, and do not submit it")

@@ -11,6 +11,30 @@ TIME_FORMS = r"(?:(?P<days>[0-9]{1,6})-)?(?P<parts>[0-9]{1,6}(?::[0-9][0-9]){0,2
 PLAIN_NAME = r"[A-Za-z0-9._-]+"
 READ_BY_SBATCH = r"[\s#\"'\\]"
 """What sbatch takes for a comment, a quote or the end of a value in a line of its own."""
+ENDS_AT_ONCE = ("-h", "--help", "--print_config", "--dry_run", "--json", "--feedback.schedule.help")
+"""Arguments with which the training command trains nothing."""
+FIELD_OF = {
+    "--job-name -J": "name",
+    "--partition -p": "partition",
+    "--account -A": "account",
+    "--qos -q": "qos",
+    "--constraint -C": "constraint",
+    "--reservation": "reservation",
+    "--exclude -x": "exclude",
+    "--nodes -N": "nodes",
+    "--ntasks -n --ntasks-per-node": "devices_per_node and launcher",
+    "--cpus-per-task -c": "cpus_per_device",
+    "--gres": "gres",
+    "--mem": "mem",
+    "--array -a": "array",
+    "--time -t": "time",
+    "--signal": "requeue.signal_s",
+    "--output -o --open-mode": "logs",
+    "--chdir -D": "workdir",
+    "--exclusive": "exclusive",
+    "--requeue --no-requeue": "requeue.max_restarts",
+}
+"""Options of sbatch that a script has already, and what in the job file says them."""
 
 
 def time_limit_s(text: str) -> Optional[int]:
@@ -148,7 +172,7 @@ class JobConfig(Section):
     sbatch: List[str] = field(default_factory=list)
     """Further options of sbatch, each with its dashes."""
     workdir: Optional[str] = None
-    """Folder that the job runs in; null = that of the submission."""
+    """Folder that the job runs in, and that relative paths are meant from; null = that of the submission."""
     setup: List[str] = field(default_factory=list)
     """Shell lines before everything else: modules, the virtual environment, NCCL's variables."""
     python: str = "python"
@@ -176,6 +200,7 @@ class JobConfig(Section):
         if rules.usable("config", "array") and self.config and self.array:
             rules.add("array", "the tasks of an array would train in one folder", "remove it, or give command")
         self._check_texts(rules)
+        self._check_arguments(rules)
         self._check_time(rules)
         nested = (self.container, self.requeue, self.preflight)
         return rules.problems + [problem for section in nested for problem in section.problems()]
@@ -216,10 +241,28 @@ class JobConfig(Section):
             counted = re.fullmatch(r".*:[0-9]+", self.gres) is not None
             rules.require(not counted, "gres", "has a count, which is devices_per_node", "give the name alone")
         if rules.usable("python"):
-            rules.require(self.python.isprintable() and self.python.strip() != "", "python", "empty", "give a program")
+            holds = self.python.isprintable() and re.search(r"\s", self.python) is None and self.python != ""
+            remedy = "give a program without options; setup can export variables such as PYTHONUNBUFFERED=1"
+            rules.require(holds, "python", "not one word", remedy)
         words = [self.config or "", *self.overrides] if rules.usable("config", "overrides") else []
         holds = all(word.isprintable() for word in words)
         rules.require(holds, "overrides", "one of them or config holds a line feed or the like", "give plain text")
+
+    def _check_arguments(self, rules: Rules) -> None:
+        """What the script says itself, or what would keep the run from training."""
+        if rules.usable("overrides"):
+            names = [word.partition("=")[0] for word in self.overrides]
+            ends = next((name for name in names if name in ENDS_AT_ONCE), None)
+            if ends:
+                rules.add("overrides", f"with {ends!r} nothing would be trained", "leave it out")
+            elif "--parallel.world_size" in names:
+                rules.add("overrides", "'--parallel.world_size' is nodes x devices_per_node", "set nodes, leave it out")
+        if rules.usable("sbatch"):
+            given = [match[0] for match in map(re.compile(r"--[^\s=]+|-\w").match, self.sbatch) if match]
+            own = {name: field for names, field in FIELD_OF.items() for name in names.split()}
+            taken = next((name for name in given if name in own), None)
+            if taken:
+                rules.add("sbatch", f"{taken!r} is in the script already", f"set {own[taken]}, leave it out")
 
 
 def _is_option(text: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Dict, Optional
 
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.slurm.job import READ_BY_SBATCH
-from megatron_fbt.slurm.job_file import load_job, run_dir_of
+from megatron_fbt.slurm.job_file import load_job, run_dir_of, work_folder
 from megatron_fbt.slurm.render import logs_folder, render
 from megatron_fbt.slurm.starts import note_submission
 
@@ -38,11 +38,15 @@ def launch(
         raise ConfigError(f"logs = {folder!r}: SLURM would read a character of it in its own way; give a plain path")
     if output is not None and (not output.strip() or os.path.realpath(output) == os.path.realpath(job_file)):
         raise ConfigError(f"--output {output!r}: not a place for the script; name another file")
+    if dependency is not None and not dependency.strip():
+        raise ConfigError(f"--dependency {dependency!r}: empty; give one such as afterok:123, or leave it out")
+    if dependency is not None and output is not None:
+        raise ConfigError(f"--dependency {dependency!r}: with --output nothing is submitted; give it to sbatch")
     report: Dict[str, Any] = {"script": None, "job": None, "text": render(job, job_file, run_dir)}
     _check_shell(report["text"], job_file)
     if dry_run:
         return report
-    base = Path(job.workdir or ".")
+    base = work_folder(job)
     path = Path(output) if output else base / folder / f"{job.name}.sh"
     try:
         (base / folder).mkdir(parents=True, exist_ok=True)

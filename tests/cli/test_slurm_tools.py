@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 
@@ -87,6 +88,37 @@ def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):
     job.write_text("config: examples/configs/tiny_cpu.yaml\nlogs: a%b\ndevices_per_node: 4\n")
     code, _, err = tool("launch_slurm", "--job", job)
     assert code == 2 and "plain path" in err
+
+
+def test_paths_are_relative_to_the_jobs_folder_and_scripts_to_the_callers(tool, job, repository, tmp_path, monkeypatch):
+    text = job.read_text().replace(str(tmp_path / "run"), "run").replace("examples/configs/", "")
+    shutil.copy(repository / "examples" / "configs" / "tiny_cpu.yaml", tmp_path)
+    job.write_text(f"{text}workdir: {tmp_path}\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, out, err = tool("launch_slurm", "--job", job, "--dry_run")
+    assert (code, err) == (0, "") and f"#SBATCH --chdir={tmp_path}\n" in out and "--config tiny_cpu.yaml" in out
+    assert tool("launch_slurm", "--job", job, "--output", "job.sh")[:2] == (0, "script: job.sh\n")
+    assert (tmp_path / "elsewhere" / "job.sh").read_text() == out and (tmp_path / "run" / "slurm").is_dir()
+    job.write_text(f"{text}workdir: {tmp_path / 'typo'}\n")
+    code, _, err = tool("launch_slurm", "--job", job, "--output", "other.sh")
+    assert code == 2 and "job.workdir" in err and "no such folder" in err and not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [["--dependency", ""], ["--dependency", " "], ["--dependency", "after:1", "--output"]]
+)
+def test_a_dependency_that_would_be_left_out_is_refused(tool, job, tmp_path, given):
+    given = [*given, tmp_path / "job.sh"] if "--output" in given else given
+    code, _, err = tool("launch_slurm", "--job", job, *given)
+    assert code == 2 and err.startswith("error: --dependency ") and not (tmp_path / "run").exists()
+
+
+def test_help_lists_the_fields_of_a_job_file(tool, capsys):
+    with pytest.raises(SystemExit):
+        tool("launch_slurm", "--help")
+    printed = capsys.readouterr().out
+    assert "\n  nodes (integer, 1)\n      Nodes of the job.\n" in printed and "\n  requeue.signal_s (" in printed
 
 
 def test_status_of_a_run(tool, tmp_path):

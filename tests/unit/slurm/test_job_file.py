@@ -1,10 +1,16 @@
 """Job files: defaults, unknown keys, wrong values, fit with the run's configuration."""
 
+import os
+import re
+
 import pytest
 
+from megatron_fbt.config.keys import field_types
+from megatron_fbt.config.load import FLAGS
 from megatron_fbt.errors import ConfigError
-from megatron_fbt.slurm.job import time_limit_s
-from megatron_fbt.slurm.job_file import load_job, run_dir_of
+from megatron_fbt.slurm.job import JobConfig, time_limit_s
+from megatron_fbt.slurm.job_file import describe_fields, load_job, run_dir_of
+from megatron_fbt.slurm.render import sbatch_options
 
 
 @pytest.fixture
@@ -67,6 +73,18 @@ def test_times_stay_as_they_are_written(load, text, expected):
         ("config: a.yaml\ncontainer: {runtime: pyxis}\n", ["container.image = null", "give the image"]),
         ("config: a.yaml\ncontainer: {image: x}\n", ["container.image = 'x'", "set container.runtime"]),
         ("config: a.yaml\nconfig: b.yaml\n", ["given twice"]),
+        ("config: a.yaml\nsignal_s: 5\n", ["signal_s: unknown key", "did you mean requeue.signal_s?"]),
+        ("config: a.yaml\nzzz: 5\n", ["zzz: unknown key", "--help lists all fields"]),
+        ("config: a.yaml\noverrides: [--help]\n", ["job.overrides", "'--help'", "leave it out"]),
+        ("config: a.yaml\noverrides: [-h]\n", ["job.overrides", "'-h'", "leave it out"]),
+        ("config: a.yaml\noverrides: [--json=true]\n", ["job.overrides", "'--json'", "leave it out"]),
+        ("config: a.yaml\noverrides: [--parallel.world_size, '4']\n", ["'--parallel.world_size'", "set nodes"]),
+        ("config: a.yaml\npython: python -u\n", ["job.python = 'python -u'", "PYTHONUNBUFFERED"]),
+        ("config: a.yaml\nsbatch: ['--nodes=4']\n", ["job.sbatch", "'--nodes'", "set nodes"]),
+        ("config: a.yaml\nsbatch: ['-N4']\n", ["job.sbatch", "'-N'", "set nodes"]),
+        ("config: a.yaml\nsbatch: ['-p gpu']\n", ["job.sbatch", "'-p'", "set partition"]),
+        ("config: a.yaml\nsbatch: ['--chdir /w']\n", ["job.sbatch", "'--chdir'", "set workdir"]),
+        ("config: a.yaml\nsbatch: [--no-requeue]\n", ["job.sbatch", "'--no-requeue'", "requeue.max_restarts"]),
         ("- 1\n", ["holds no fields"]),
         ("{", ["cannot be read as YAML"]),
     ],
@@ -77,7 +95,37 @@ def test_what_is_wrong_is_named_with_a_remedy(load, text, parts):
     assert all(part in str(caught.value) for part in ["job.yaml", *parts]), str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["--mail-type=END", '--comment="two words"', "--mail-type END", "--hold"])
+def test_every_argument_that_ends_the_training_command_is_refused(load):
+    for flag in (name for name in FLAGS if name != "config"):
+        with pytest.raises(ConfigError, match=re.escape(f"'--{flag}'")):
+            load(f"config: a.yaml\noverrides: [--{flag}]\n")
+
+
+def test_values_of_overrides_are_free(load):
+    words = ["--run.dir", "a b", "--feedback.schedule=[{passes: [1]}]", "--config", "more.yaml"]
+    assert load(f"config: a.yaml\noverrides: {words}\n").overrides == words
+
+
+def test_every_option_that_a_script_has_is_refused_in_sbatch(load):
+    job = JobConfig(config="a.yaml", partition="p", account="a", qos="q", constraint="c", reservation="r", exclude="e")
+    job.gres, job.mem, job.workdir = "gpu", "0", "/w"
+    given = [*sbatch_options(job, "logs"), *sbatch_options(JobConfig(command="ls", array="0-1"), "logs")]
+    for option in given:
+        with pytest.raises(ConfigError, match="job.sbatch"):
+            load(f"config: a.yaml\nsbatch: ['{option}']\n")
+
+
+def test_help_has_every_field_with_its_type_and_default():
+    text = describe_fields()
+    assert "\n  nodes (integer, 1)\n      Nodes of the job.\n" in text
+    assert "\n  requeue.backoff_s (integer, 60)\n      Seconds until the next start" in text
+    assert "\n  workdir (text or null, null)\n" in text
+    names = [name for name in field_types(JobConfig) if name not in ("container", "requeue", "preflight")]
+    assert re.findall(r"^  (\S+) \(", text, re.MULTILINE) == names
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("option", ["--mail-type=END", '--comment="two words"', "--mail-type END", "--hold", "-d 41"])
 def test_options_of_sbatch(load, option):
     assert load(f"config: a.yaml\nsbatch: ['{option}']\n").sbatch == [option]
 
@@ -118,3 +166,26 @@ def test_the_configuration_must_fit_the_number_of_ranks(load, repository, monkey
     job.nodes = 3
     with pytest.raises(ConfigError, match="6"):
         run_dir_of(job)
+
+
+def test_paths_of_a_job_are_relative_to_its_folder(load, repository, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "config: examples/configs/tiny_cpu.yaml\ndevices_per_node: 4\n"
+    assert run_dir_of(load(f"{text}workdir: {repository}\n")) == "runs/quickstart/run"
+    assert os.getcwd() == str(tmp_path)
+    with pytest.raises(ConfigError, match="job.config = 'examples/configs/tiny_cpu.yaml': no such file"):
+        run_dir_of(load(text))
+    with pytest.raises(ConfigError, match=f"no such file in workdir = '{tmp_path}'"):
+        run_dir_of(load(f"{text}workdir: {tmp_path}\n"))
+
+
+def test_a_configuration_that_names_another_number_of_ranks_is_refused(load, repository, tmp_path, monkeypatch):
+    monkeypatch.chdir(repository)
+    text = "config: examples/configs/tiny_cpu.yaml\ndevices_per_node: 4\n"
+    more = tmp_path / "more.yaml"
+    for ranks in (4, "null"):
+        more.write_text(f"parallel: {{world_size: {ranks}}}\n")
+        assert run_dir_of(load(f"{text}overrides: [--config, {more}]\n")) == "runs/quickstart/run"
+    more.write_text("parallel: {world_size: 8}\n")
+    with pytest.raises(ConfigError, match="parallel.world_size = 8: .* 4 ranks"):
+        run_dir_of(load(f"{text}overrides: [--config, {more}]\n"))
