@@ -4,25 +4,28 @@ It compares devices, free disk, the shared run folder, clocks, versions, the spe
 network, names the bad nodes and says what to give sbatch. Without a launcher it checks this machine alone.
 """
 
+import json
 import os
 import shutil
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import List, Mapping, Optional, Sequence
 
 from torch.distributed import DistError
 
-from megatron_fbt.config.checks import launcher_number
 from megatron_fbt.config.rules import raise_problems
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import ConfigError, FBTError
 from megatron_fbt.slurm.job import PreflightConfig
-from megatron_fbt.slurm.judge import Limits, describe, judge
+from megatron_fbt.slurm.judge import describe, judge
 from megatron_fbt.slurm.meeting import Meeting
 from megatron_fbt.slurm.node_facts import NodeFacts, node_name, own_facts
 from megatron_fbt.slurm.nodes import node_names
 from megatron_fbt.slurm.requeue import BAD_NODE
+from megatron_fbt.training.metrics import json_ready
 
 EXAMPLE = """example:
   srun --ntasks-per-node=1 python -m megatron_fbt.slurm.task check -m megatron_fbt.preflight \\
@@ -42,19 +45,21 @@ def build_parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--run_dir", required=True, help="the run folder, which all nodes must share")
-    parser.add_argument("--devices", type=int, default=Limits.devices, help="GPUs on each node; 0 = CPUs (default)")
-    parser.add_argument("--min_free_gb", type=float, default=Limits.min_free_gb, help="10^9 bytes")
-    parser.add_argument("--max_clock_skew_s", type=float, default=Limits.max_clock_skew_s, help="seconds")
-    parser.add_argument("--slow_factor", type=float, default=Limits.slow_factor, help="part of the median that is slow")
+    limits = PreflightConfig
+    parser.add_argument("--devices", type=int, default=0, help="GPUs on each node; 0 = CPUs (default)")
+    parser.add_argument("--min_free_gb", type=float, default=limits.min_free_gb, help="10^9 bytes")
+    parser.add_argument("--max_clock_skew_s", type=float, default=limits.max_clock_skew_s, help="seconds")
+    parser.add_argument("--slow_factor", type=float, default=limits.slow_factor, help="part of the median that is slow")
     parser.add_argument("--timeout_s", type=float, default=300.0, help="seconds to wait for a node")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: nodes, bad, exclude")
     return parser
 
 
-def check_options(options: Namespace) -> None:
-    """Refuse limits with which no node or every node would be a bad one.
+def limits_of(options: Namespace) -> PreflightConfig:
+    """What a node must have.
 
     Raises:
-        ConfigError: naming each option, with a remedy.
+        ConfigError: no node or every node would be a bad one; naming each option, with a remedy.
     """
     limits = PreflightConfig(True, options.min_free_gb, options.max_clock_skew_s, options.slow_factor)
     raise_problems([problem.replace("preflight.", "--") for problem in limits.problems()])
@@ -64,63 +69,107 @@ def check_options(options: Namespace) -> None:
         raise ConfigError(f"--timeout_s {options.timeout_s}: give seconds, above 0 and at most a day")
     if not options.run_dir.strip():
         raise ConfigError("--run_dir: empty; give the run folder")
+    return limits
 
 
-def check_alone(options: Namespace, limits: Limits) -> int:
+@dataclass(frozen=True)
+class Place:
+    """Where this process is among those of all nodes."""
+
+    rank: int = 0
+    size: int = 1
+    address: str = ""
+    """Where they meet, at `port`."""
+    port: int = 0
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """This process's place, as a launcher's variables say; alone where there are none.
+
+    Raises:
+        ConfigError: one is missing or makes no sense.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    if not any(name in environment for name in names[:2]):
+        return Place()
+    texts = {name: environment.get(name, "") for name in names}
+    numbers = {name: int(texts[name]) if texts[name].isdecimal() else -1 for name in names}
+    size = numbers["WORLD_SIZE"]
+    wrong = {
+        "WORLD_SIZE": "not the number of nodes" if size < 1 else "",
+        "RANK": "" if 0 <= numbers["RANK"] < max(size, 1) else f"not a number below WORLD_SIZE = {size}",
+    }
+    if size > 1:
+        wrong["MASTER_ADDR"] = "" if texts["MASTER_ADDR"].strip() else "no address"
+        wrong["MASTER_PORT"] = "" if 0 < numbers["MASTER_PORT"] < 65536 else "no port, which is 1 to 65535"
+    for name, why in wrong.items():
+        if why:
+            said = f" = {texts[name]!r}: {why}" if name in environment else ": not set"
+            remedy = "let srun start `python -m megatron_fbt.slurm.task check -m megatron_fbt.preflight`, which sets it"
+            raise ConfigError(f"environment variable {name}{said}; {remedy}, or unset RANK and WORLD_SIZE")
+    return Place(numbers["RANK"], size, texts["MASTER_ADDR"], numbers["MASTER_PORT"])
+
+
+def check_alone(options: Namespace, limits: PreflightConfig) -> int:
     """This machine only."""
-    folder = Path(options.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".preflight-", dir=folder) as marks:
-        facts = own_facts(folder, Path(marks) / "0")
-    return report([facts], limits, [])
+    _require_folder(options.run_dir)
+    with tempfile.TemporaryDirectory(prefix=".preflight-", dir=options.run_dir) as marks:
+        facts = own_facts(Path(options.run_dir), Path(marks) / "0")
+    return report([facts], [], options, limits)
 
 
-def check_together(options: Namespace, limits: Limits, rank: int, size: int) -> int:
+def check_together(options: Namespace, limits: PreflightConfig, place: Place) -> int:
     """All nodes of the job; the first one reports, all end with its exit code."""
-    run_dir = Path(options.run_dir)
+    run_dir, first = Path(options.run_dir), place.rank == 0
     marks = run_dir / f".preflight-{os.environ.get('SLURM_JOB_ID', 'x')}-{os.environ.get('SLURM_RESTART_COUNT', 0)}"
-    facts = own_facts(run_dir, marks / str(rank))
-    meeting = Meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size, options.timeout_s)
+    facts = own_facts(run_dir, marks / str(place.rank))
+    meeting = Meeting(place.address, place.port, place.rank, place.size, options.timeout_s)
     try:
         there, missing = meeting.gather("arrived", facts)
-        if meeting.tell("complete", len(missing)):
-            return report(there, limits, missing) if rank == 0 else BAD_NODE
+        # What the first node lacks was mistyped; what only others lack is not shared.
+        told = meeting.tell("complete", BAD_NODE * bool(missing) if run_dir.is_dir() else ConfigError.exit_code)
+        if told == ConfigError.exit_code and first:
+            _require_folder(options.run_dir)
+        if told:
+            return report(there, missing, options, limits) if first else told
         facts.clock_skew_s = meeting.clock_skew()
         facts.sees_folder = meeting.sees_folder(marks)
         facts.link_gb_s, facts.all_reduce_gb_s = meeting.speeds()
         there, missing = meeting.gather("measured", facts)
-        return meeting.tell("verdict", report(there, limits, missing) if rank == 0 else None)
+        return meeting.tell("verdict", report(there, missing, options, limits) if first else None)
     finally:
-        if rank == 0:
+        if first:
             shutil.rmtree(marks, ignore_errors=True)
 
 
-def report(nodes: List[NodeFacts], limits: Limits, missing: Sequence[int]) -> int:
+def _require_folder(run_dir: str) -> None:
+    if not Path(run_dir).is_dir():
+        raise ConfigError(f"--run_dir {run_dir}: no such folder; make it, or correct the path")
+
+
+def report(nodes: List[NodeFacts], missing: Sequence[int], options: Namespace, limits: PreflightConfig) -> int:
     """Print what was found; the exit code."""
-    bad = judge(nodes, limits)
+    bad = judge(nodes, limits, options.devices)
     if missing:
         known = node_names(os.environ["SLURM_JOB_NODELIST"]) if "SLURM_JOB_NODELIST" in os.environ else []
         names = [known[rank] if rank < len(known) else f"number {rank}" for rank in missing]
         bad.update({name: ["no answer"] for name in names})
-    print(describe(nodes, bad), flush=True)
+    found = {"nodes": [asdict(node) for node in nodes], "bad": bad, "exclude": ",".join(bad) or None}
+    print(json.dumps(json_ready(found)) if options.json else describe(nodes, bad), flush=True)
     return BAD_NODE if bad else 0
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Check; the exit code."""
     options = build_parser().parse_args(argv)
-    limits = Limits(options.devices, options.min_free_gb, options.max_clock_skew_s, options.slow_factor)
     try:
-        check_options(options)
-        size = launcher_number(os.environ, "WORLD_SIZE") or 1
-        rank = launcher_number(os.environ, "RANK") or 0
-        return check_alone(options, limits) if size == 1 else check_together(options, limits, rank, size)
+        limits, place = limits_of(options), place_of(os.environ)
+        return check_alone(options, limits) if place.size == 1 else check_together(options, limits, place)
     except FBTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     except (OSError, RuntimeError, DistError) as error:
         first = " ".join(str(error).split())[:300]
-        print(f"error: preflight on {node_name()}: {type(error).__name__}: {first}", file=sys.stderr, flush=True)
+        tell(FBTError(f"preflight on {node_name()}: {type(error).__name__}: {first}"))
         return BAD_NODE
 
 

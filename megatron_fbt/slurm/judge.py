@@ -2,48 +2,41 @@
 
 import statistics
 from collections import Counter
-from dataclasses import dataclass
 from typing import Dict, List, Sequence
 
 from megatron_fbt.slurm.job import PreflightConfig
 from megatron_fbt.slurm.node_facts import NodeFacts
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a node must have; see PreflightConfig."""
-
-    devices: int = 0
-    """GPUs on each node; 0 = CPUs are trained on."""
-    min_free_gb: float = PreflightConfig.min_free_gb
-    max_clock_skew_s: float = PreflightConfig.max_clock_skew_s
-    slow_factor: float = PreflightConfig.slow_factor
-
-
-def judge(nodes: Sequence[NodeFacts], limits: Limits) -> Dict[str, List[str]]:
+def judge(nodes: Sequence[NodeFacts], limits: PreflightConfig, devices: int = 0) -> Dict[str, List[str]]:
     """{name of a bad node: what is wrong with it}; empty if all are good.
 
     The first node is what clocks and folders are compared with; versions are compared with what most nodes have, speeds
     with the median.
+
+    Args:
+        nodes: what each found.
+        limits: what it must have.
+        devices: GPUs of each node; 0 = CPUs are trained on.
     """
     bad: Dict[str, List[str]] = {}
-    devices = statistics.median(speed for node in nodes for speed in node.matmul_tflops)
+    median_speed = statistics.median(speed for node in nodes for speed in node.matmul_tflops)
     links = [node.link_gb_s for node in nodes if node.link_gb_s is not None]
     common = {
         name: Counter(node.versions.get(name) for node in nodes).most_common(1)[0][0]
         for name in sorted({name for node in nodes for name in node.versions})
     }
     for node in nodes:
-        problems = _own_problems(node, limits)
+        problems = _own_problems(node, limits, devices)
         problems += [
             f"{name} {node.versions.get(name)}, but {version} on most nodes"
             for name, version in common.items()
             if node.versions.get(name) != version
         ]
         problems += [
-            f"device {index} multiplies at {speed:.3g} TFLOP/s, the median is {devices:.3g}"
+            f"device {index} multiplies at {speed:.3g} TFLOP/s, the median is {median_speed:.3g}"
             for index, speed in enumerate(node.matmul_tflops)
-            if speed < limits.slow_factor * devices
+            if speed < limits.slow_factor * median_speed
         ]
         if node.link_gb_s is not None and node.link_gb_s < limits.slow_factor * statistics.median(links):
             median = statistics.median(links)
@@ -53,10 +46,10 @@ def judge(nodes: Sequence[NodeFacts], limits: Limits) -> Dict[str, List[str]]:
     return bad
 
 
-def _own_problems(node: NodeFacts, limits: Limits) -> List[str]:
+def _own_problems(node: NodeFacts, limits: PreflightConfig, devices: int) -> List[str]:
     problems = []
-    if node.devices < limits.devices:
-        problems.append(f"{node.devices} GPUs instead of {limits.devices}")
+    if node.devices < devices:
+        problems.append(f"{node.devices} GPUs instead of {devices}")
     if node.free_bytes is None:
         problems.append("the run folder cannot be written")
     elif node.free_bytes < limits.min_free_gb * 1e9:

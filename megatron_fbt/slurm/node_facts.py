@@ -94,14 +94,14 @@ def own_facts(run_dir: Path, mark: Path) -> NodeFacts:
     """What needs no other node; leaves a mark in the run folder.
 
     Args:
-        run_dir: the run folder; it is made.
-        mark: file below it to write.
+        run_dir: the run folder.
+        mark: file to write two levels below it.
     """
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
     facts = NodeFacts(node_name(), count, versions=versions())
     try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.parent.mkdir(exist_ok=True)
         mark.write_text(facts.name, encoding="utf-8")
         facts.free_bytes = shutil.disk_usage(run_dir).free
     except OSError:

@@ -1,6 +1,7 @@
 """The preflight: each kind of bad node is found and named, good ones are not."""
 
 import dataclasses
+import json
 import os
 import socket
 import threading
@@ -10,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron_fbt import preflight
+from megatron_fbt.errors import ConfigError
 from megatron_fbt.preflight import main
-from megatron_fbt.slurm.judge import Limits, describe, judge
+from megatron_fbt.slurm.job import PreflightConfig
+from megatron_fbt.slurm.judge import describe, judge
 from megatron_fbt.slurm.meeting import Meeting
 from megatron_fbt.slurm.node_facts import NodeFacts
 
 GOOD = NodeFacts("n", 8, 10**12, {"torch": "2.13.0"}, [700.0] * 8, True, 0.0, 40.0, 35.0)
-LIMITS = Limits(devices=8)
+LIMITS = PreflightConfig()
 FAULTS = {
     "7 GPUs instead of 8": {"devices": 7},
     "1.0 GB free": {"free_bytes": 10**9},
@@ -37,21 +40,21 @@ def cluster(**fault):
 
 
 def test_good_nodes_are_good():
-    assert judge(cluster(), LIMITS) == {}
+    assert judge(cluster(), LIMITS, 8) == {}
     text = describe(cluster(), {})
     assert "4 nodes" in text and text.endswith("all nodes are good")
 
 
 @pytest.mark.parametrize("problem", FAULTS)
 def test_the_bad_node_is_named_with_what_is_wrong(problem):
-    bad = judge(cluster(**FAULTS[problem]), LIMITS)
+    bad = judge(cluster(**FAULTS[problem]), LIMITS, 8)
     assert list(bad) == ["n2"] and len(bad["n2"]) == 1 and problem in bad["n2"][0]
     assert "--exclude=n2" in describe(cluster(**FAULTS[problem]), bad).splitlines()[-1]
 
 
 def test_small_differences_are_allowed():
     nodes = cluster(clock_skew_s=4.9, link_gb_s=29.0, matmul_tflops=[500.0] * 8)
-    assert judge(nodes, LIMITS) == {}
+    assert judge(nodes, LIMITS, 8) == {}
 
 
 def nodes_of(size, work, timeout_s=20.0):
@@ -117,14 +120,87 @@ def test_a_folder_that_is_not_shared_is_noticed(tmp_path, monkeypatch):
     assert nodes_of(3, work) == [True, True, False]
 
 
-def test_one_machine_alone(tmp_path, capsys, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    """A run folder; no launcher."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert main(["--run_dir", str(tmp_path / "run"), "--min_free_gb", "0"]) == 0
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def test_one_machine_alone(run_dir, capsys):
+    assert main(["--run_dir", str(run_dir), "--min_free_gb", "0"]) == 0
     assert "all nodes are good" in capsys.readouterr().out
-    assert main(["--run_dir", str(tmp_path / "run"), "--min_free_gb", "1e12"]) == 69
+    assert main(["--run_dir", str(run_dir), "--min_free_gb", "1e12"]) == 69
     assert "GB free in the run folder" in capsys.readouterr().out
-    assert os.listdir(tmp_path / "run") == []
+    assert os.listdir(run_dir) == []
+
+
+def test_one_json_object(run_dir, capsys):
+    assert main(["--run_dir", str(run_dir), "--min_free_gb", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["bad"], found["exclude"], len(found["nodes"])) == ({}, None, 1)
+    assert found["nodes"][0]["matmul_tflops"][0] > 0 and found["nodes"][0]["sees_folder"] is True
+    assert main(["--run_dir", str(run_dir), "--min_free_gb", "1e12", "--json"]) == 69
+    found = json.loads(capsys.readouterr().out)
+    name = found["nodes"][0]["name"]
+    assert found["exclude"] == name and "GB free" in found["bad"][name][0]
+
+
+def test_a_mistyped_run_folder_is_not_made(run_dir, capsys):
+    assert main(["--run_dir", str(run_dir / "typo"), "--min_free_gb", "0"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"error: --run_dir {run_dir / 'typo'}: no such folder")
+    assert len(printed.err.splitlines()) == 1 and not (run_dir / "typo").exists()
+
+
+PLACE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "changed, part",
+    [
+        ({"MASTER_ADDR": None}, "MASTER_ADDR: not set"),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR = ' ': "),
+        ({"MASTER_PORT": None}, "MASTER_PORT: not set"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT = 'x': "),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT = '0': "),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT = '65536': "),
+        ({"RANK": None}, "RANK: not set"),
+        ({"RANK": "2"}, "RANK = '2': "),
+        ({"RANK": "first"}, "RANK = 'first': "),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0': "),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two': "),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: not set"),
+    ],
+)
+def test_a_launcher_that_says_nonsense_is_named(run_dir, capsys, monkeypatch, changed, part):
+    for name, value in {**PLACE, **changed}.items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    assert main(["--run_dir", str(run_dir)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: environment variable {part}") and "megatron_fbt.slurm.task" in printed.err
+    assert len(printed.err.splitlines()) == 1 and os.listdir(run_dir) == []
+
+
+def test_a_mistyped_run_folder_makes_no_node_a_bad_one(run_dir):
+    options = preflight.build_parser().parse_args(["--run_dir", str(run_dir / "typo"), "--timeout_s", "20"])
+    port, ended = _free_port(), {}
+
+    def node(rank):
+        try:
+            ended[rank] = preflight.check_together(options, LIMITS, preflight.Place(rank, 2, "127.0.0.1", port))
+        except ConfigError as error:
+            ended[rank] = str(error)
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ended[0].startswith(f"--run_dir {run_dir / 'typo'}: no such folder") and ended[1] == 2
+    assert os.listdir(run_dir) == []
 
 
 @pytest.mark.parametrize(
