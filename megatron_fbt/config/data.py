@@ -73,6 +73,9 @@ class DataConfig(Section):
     """Folder for data set indices and what JSON Lines hold, seen by all processes; null = <run.dir>/data_cache."""
     mmap: bool = True
     """Memory-map the .bin files."""
+    num_workers: Optional[int] = None
+    """Processes that read rows ahead, for each rank that reads; 0 = the rank reads by itself; null = 2 on a GPU, 0 on
+    a CPU."""
     eod_mask_loss: bool = False
     """Leave the prediction that follows an end-of-document token out of the loss."""
     reset_attention_mask: bool = False
@@ -84,6 +87,7 @@ class DataConfig(Section):
         """See Section."""
         rules = Rules("data", self)
         rules.integers("sequence_length")
+        rules.integers("num_workers", low=0)
         if rules.usable("paths"):
             self._path_rules(rules)
         if self.weights is not None and rules.usable("weights", "paths"):

@@ -4,7 +4,7 @@ Shapes: m micro-batches, b samples in each, s tokens in a sample.
 """
 
 from dataclasses import dataclass
-from typing import Any, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,11 @@ class BatchReader:
     is_last_stage: bool
     device: torch.device
 
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads; the others of its group receive."""
+        return self.tp_group is None or self.tp_rank == 0
+
     def fields(self, marked: bool = False) -> List[str]:
         """Names of what is sent in the stage.
 
@@ -71,7 +76,7 @@ class BatchReader:
 
 
 def load_micro_batches(
-    dataset, sample_ids_per_micro_batch: Sequence[Sequence[int]], eod: int, reader: BatchReader
+    dataset, sample_ids_per_micro_batch: Sequence[Sequence[int]], eod: int, reader: BatchReader, ahead: Any = None
 ) -> List[MicroBatch]:
     """Load the micro-batches of one step with a single broadcast in the tensor-parallel group.
 
@@ -83,6 +88,7 @@ def load_micro_batches(
         sample_ids_per_micro_batch: [m][b] sample numbers, equal on all ranks of the group.
         eod: Id of the end-of-document token.
         reader: This rank's part.
+        ahead: A megatron_fbt.data.loader.RowsAhead that has read the rows; None = they are read now.
 
     Raises:
         DataError: A sample cannot be read; on all ranks of the group.
@@ -92,24 +98,30 @@ def load_micro_batches(
     sample_ids = torch.tensor(sample_ids_per_micro_batch, dtype=torch.int64)
     length = getattr(dataset, "sequence_length", None) or len(dataset[0]["tokens"])
     fields = reader.fields(getattr(dataset, "marked", False))
+
+    def read() -> List[torch.Tensor]:
+        if ahead is not None:
+            return ahead.read(sample_ids.tolist())
+        return [read_rows(dataset, sample_ids, eod, fields)]
+
     shape = (sample_ids.shape[0], len(fields), sample_ids.shape[1], length)
-    content = _receive(dataset, sample_ids, eod, reader, fields, shape)
-    content = content.to(reader.device, non_blocking=True)
-    sample_ids = sample_ids.to(reader.device, non_blocking=True)
-    return [_unpack(part, numbers, eod, fields) for part, numbers in zip(content, sample_ids, strict=True)]
+    content = [part.to(reader.device, non_blocking=True) for part in _receive(read, sample_ids, reader, shape)]
+    numbers = sample_ids.to(reader.device, non_blocking=True)
+    micro_batches = [micro_batch for part in content for micro_batch in part]
+    return [_unpack(part, numbers, eod, fields) for part, numbers in zip(micro_batches, numbers, strict=True)]
 
 
 def _receive(
-    dataset, sample_ids: torch.Tensor, eod: int, reader: BatchReader, fields: List[str], shape
-) -> torch.Tensor:
-    """[m, fields, b, s] int32, read here or received; the status travels in front of it."""
+    read: Callable[[], List[torch.Tensor]], sample_ids: torch.Tensor, reader: BatchReader, shape
+) -> List[torch.Tensor]:
+    """Tensors [n, fields, b, s] int32 whose n sum up to m, read or received; the status travels in front of them."""
     if reader.tp_group is None:
-        return _read(dataset, sample_ids, eod, fields)
-    message = torch.zeros(1 + torch.Size(shape).numel(), dtype=torch.int32)
+        return read()
+    message = torch.zeros(1 + torch.Size(shape).numel(), dtype=torch.int32, pin_memory=reader.device.type == "cuda")
     failure = None
-    if reader.tp_rank == 0:
+    if reader.reads:
         try:
-            message[1:] = _read(dataset, sample_ids, eod, fields).flatten()
+            torch.cat(read(), out=message[1:].view(shape))
         except Exception as error:  # the others wait for this message, whatever went wrong
             failure = error
             message[0] = _FAILED
@@ -118,15 +130,29 @@ def _receive(
     dist.broadcast(message, src=dist.get_global_rank(reader.tp_group, 0), group=reader.tp_group)
     if failure is not None:
         raise failure
-    if reader.tp_rank != 0 and int(message[0]) != _OK:
+    if not reader.reads and int(message[0]) != _OK:
         raise DataError(
             f"samples {int(sample_ids.min())} to {int(sample_ids.max())} cannot be read; tensor-parallel rank 0 of "
             "this stage says why"
         )
-    return message[1:].view(shape)
+    return [message[1:].view(shape)]
 
 
-def _read(dataset, sample_ids: torch.Tensor, eod: int, fields: List[str]) -> torch.Tensor:
+def read_rows(dataset, sample_ids: torch.Tensor, eod: int, fields: List[str]) -> torch.Tensor:
+    """Rows by number.
+
+    Args:
+        dataset: See load_micro_batches.
+        sample_ids: [m, b].
+        eod: Id of the end-of-document token.
+        fields: See BatchReader.fields.
+
+    Returns:
+        [m, fields, b, s] int32; a mask has the bits of its float32.
+
+    Raises:
+        DataError: There is no row, or one cannot be read.
+    """
     if len(dataset) == 0:
         raise DataError("the data set has no sample")
     rows = [dataset[number % len(dataset)] for number in sample_ids.flatten().tolist()]

@@ -67,8 +67,8 @@ def console_line(row: Mapping[str, Union[int, float, None]], train_steps: int, e
     Args:
         row: the step's row of metrics.jsonl: step, passes, loss, loss_pass_1..., grad_norm, lr, tokens_per_second,
             skipped (steps so far without an update, because of non-finite numbers), and where they are known
-            model_tflops (model TFLOP/s of the whole run, passes counted), validation_loss_pass_1... and
-            validation_loss_soft.
+            model_tflops (model TFLOP/s of the whole run, passes counted), data_wait_share, validation_loss_pass_1...
+            and validation_loss_soft.
         train_steps: steps of the whole run.
         eta_s: seconds left, None when unknown.
     """
@@ -84,6 +84,8 @@ def console_line(row: Mapping[str, Union[int, float, None]], train_steps: int, e
     ]
     if row.get("model_tflops") is not None:
         parts.append(f"{row['model_tflops']:.3g} TFLOP/s")
+    if row.get("data_wait_share") is not None:
+        parts.append(f"data wait {row['data_wait_share']:.1%}")
     parts.append(f"ETA {format_duration(eta_s)}")
     if row.get("skipped"):
         parts.append(f"skipped steps {row['skipped']}")

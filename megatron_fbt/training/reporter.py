@@ -122,6 +122,7 @@ class Reporter:
         if not self.active:
             return
         row["seconds"] = seconds
+        row["data_wait_share"] = row["data_wait_s"] / seconds
         row["tokens_per_second"] = tokens / seconds
         flops = step_flops(self.config.model, self.plan.sequence_length, self.plan.vocab_size, tokens, row["passes"])
         row["model_tflops"] = flops / seconds / 1e12

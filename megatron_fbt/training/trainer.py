@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.plan import RunPlan
@@ -12,8 +12,9 @@ from megatron_fbt.core.parallel import Layout, seed_dropout
 from megatron_fbt.core.phases import phase
 from megatron_fbt.core.schedule import Recipe, run_passes
 from megatron_fbt.core.stage import FBTStage
-from megatron_fbt.data.batch import BatchReader, load_micro_batches
+from megatron_fbt.data.batch import BatchReader, MicroBatch, load_micro_batches
 from megatron_fbt.data.dataset import Datasets
+from megatron_fbt.data.loader import rows_ahead
 from megatron_fbt.data.sampler import micro_batch_sample_ids
 from megatron_fbt.errors import BadNumbersError, CheckpointError, StoppedBySignal
 from megatron_fbt.feedback.diagnostics import PassDiagnostics
@@ -63,6 +64,8 @@ class Trainer:
             is_last_stage=layout.is_last_stage,
             device=layout.device,
         )
+        self.ahead = rows_ahead(config.data.num_workers, datasets.train, eod, self.reader, self._coming_rows)
+        self.data_wait_s = 0.0
         self.recipe = Recipe(config.feedback, config.run.seed, training=True)
         self.validator = Validator(config, layout, self.stage, datasets.valid, eod, self.reader, self.optimizer.through)
         self.stragglers = StragglerWatch(config.logging, layout)
@@ -97,6 +100,13 @@ class Trainer:
             StoppedBySignal: a rank was asked to stop; a checkpoint was written.
             BadNumbersError: training.max_bad_steps steps in a row were not finite; none was written.
         """
+        try:
+            self._train(reporter, signals)
+        finally:
+            if self.ahead is not None:
+                self.ahead.close()
+
+    def _train(self, reporter: Reporter, signals: StopRequests) -> None:
         while self.state.step < self.plan.train_steps:
             began, consumed = time.perf_counter(), self.state.consumed_samples
             row, report = self._step(signals)
@@ -170,17 +180,30 @@ class Trainer:
         z_loss = training.z_loss.coefficient_at(step, self.plan.train_steps)
         return dataclasses.replace(self.recipe, extra_factor=factor, z_loss=z_loss)
 
-    def _micro_batches(self):
-        consumed, layout = self.state.consumed_samples, self.layout
+    def _micro_batches(self) -> List[MicroBatch]:
+        began = time.perf_counter()
+        rows = self._rows_of_step(self.state.consumed_samples)
+        micro_batches = load_micro_batches(self.datasets.train, rows, self.eod, self.reader, self.ahead)
+        self.data_wait_s = time.perf_counter() - began
+        return micro_batches
+
+    def _rows_of_step(self, consumed: int) -> List[List[int]]:
+        """Rows that this rank reads in the step after so many samples."""
         ids = micro_batch_sample_ids(
             consumed,
             self.batch_sizes.global_batch_size(consumed),
             self.config.training.micro_batch_size,
-            layout.data_rank,
-            layout.data_size,
+            self.layout.data_rank,
+            self.layout.data_size,
         )
-        rows = rows_of_samples(ids, self.state.left_out, self.plan.train_samples)
-        return load_micro_batches(self.datasets.train, rows, self.eod, self.reader)
+        return rows_of_samples(ids, self.state.left_out, self.plan.train_samples)
+
+    def _coming_rows(self) -> Iterator[List[List[int]]]:
+        """The same of the step that begins and those after it, if nothing comes between."""
+        consumed = self.state.consumed_samples
+        for _ in range(self.plan.train_steps - self.state.step):
+            yield self._rows_of_step(consumed)
+            consumed += self.batch_sizes.global_batch_size(consumed)
 
     def _count(self, passes: int, report: StepReport) -> None:
         state = self.state
@@ -213,6 +236,7 @@ class Trainer:
             "loss_tokens": report.loss_tokens,
             "skipped": self.state.skipped,
             **({"rewinds": self.state.rewinds} if self.config.training.max_rewinds else {}),
+            "data_wait_s": self.data_wait_s,
         }
 
     def _check_bad_steps(self, report: StepReport, reporter: Reporter, consumed: int) -> bool:

@@ -20,7 +20,7 @@ VOCAB = 101
 STEPS = 12
 SHARP_PHASE = 6
 """First step (counted from 0) that may have several passes; with the seed below K is 1, 1, 1, 1, 1, 1, then varied."""
-TIMES = ("seconds", "tokens_per_second", "model_tflops")
+TIMES = ("seconds", "tokens_per_second", "model_tflops", "data_wait_s", "data_wait_share")
 """Fields of a row that differ from run to run."""
 
 

@@ -91,6 +91,7 @@ REFUSED = [
     *cases(SWITCHES, 1, "true", None),
     *cases(CHOICES, "other", None, 1),
     *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters max_rewinds", "run": "seed"}, -1, 0.5, NAN, None),
+    *cases({"data": "num_workers"}, -1, 0.5, NAN, "1", True),
     *cases({"optimizer": "lr_decay_fraction"}, -0.1, 1.1, NAN, None),
     *cases({"feedback.prefix": "probability low high"}, -0.1, 1.1, NAN, INF, "1", True, None),
     *cases({"training.z_loss": "coefficient from_fraction to_fraction"}, -1e-9, NAN, INF, "1", True, None),

@@ -34,6 +34,7 @@ class MarkedTrainer(Trainer):
         self.validator = SimpleNamespace(run=self._validate)
         self.checkpointer = SimpleNamespace(pending=False, facts={})
         self.stragglers = SimpleNamespace(look=lambda step, say: None)
+        self.ahead, self.data_wait_s = None, 0.0
         self.stops, self.bad, self.marks, self.clock = stops, bad, [], 0.0
 
     def _step(self, signals):
