@@ -32,6 +32,10 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--suffix", nargs="+", default=[], help="endings of the files to take from folders")
     parser.add_argument("--exclude", nargs="+", default=[], help="names of folders and files to leave out")
     parser.add_argument("--workers", type=int, default=1, help="processes; the output is the same for any number")
+    parser.add_argument("--shards", type=int, default=1, help="pairs of files, each of whole input files")
+    parser.add_argument("--num_nodes", type=int, default=1, help="calls of this command that share the shards")
+    parser.add_argument("--node_rank", type=int, default=0, help="which of these calls this is, from 0")
+    parser.add_argument("--overwrite", action="store_true", help="make complete shards anew, too")
     parser.add_argument("--skip_bad_lines", action="store_true", help="leave out and count bad lines")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     return parser.parse_args(argv)
@@ -42,7 +46,8 @@ def main(argv=None) -> int:
     settings = EncodeSettings(
         args.tokenizer_type, args.tokenizer_path, tuple(args.json_key), args.input_format, args.skip_bad_lines
     )
-    options = PreprocessOptions(args.input, args.output, settings, args.suffix, args.exclude, args.workers)
+    work = (args.workers, args.shards, args.num_nodes, args.node_rank, args.overwrite)
+    options = PreprocessOptions(args.input, args.output, settings, args.suffix, args.exclude, *work)
     return run_tool(lambda: print_report(preprocess(options), args.json))
 
 

@@ -50,8 +50,8 @@ class CorpusManifest:
 
     @property
     def prefixes(self) -> List[str]:
-        """Absolute paths of the shards without .bin and .idx, in order."""
-        return [shard.prefix for shard in self.shards]
+        """Absolute paths, without .bin and .idx, of the shards that have documents, in order."""
+        return [shard.prefix for shard in self.shards if shard.documents]
 
     @property
     def documents(self) -> int:
@@ -96,7 +96,7 @@ def read_manifest(path) -> CorpusManifest:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        return _from_json(content, os.path.abspath(path))
+        return manifest_from_json(content, os.path.abspath(path))
     except FileNotFoundError as error:
         raise DataError(
             f"manifest {path}: no such file; tools/preprocess_data.py writes it when all shards are there"
@@ -107,7 +107,12 @@ def read_manifest(path) -> CorpusManifest:
         ) from error
 
 
-def _from_json(content: Dict[str, Any], path: str) -> CorpusManifest:
+def manifest_from_json(content: Dict[str, Any], path: str) -> CorpusManifest:
+    """The manifest in a JSON object.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is none.
+    """
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}, not {FORMAT}")
     shards = tuple(shard_from_json(shard, os.path.dirname(path)) for shard in content["shards"])
@@ -156,14 +161,10 @@ def shard_to_json(shard: Shard, folder: str) -> Dict[str, Any]:
     }
 
 
-def write_manifest(manifest: CorpusManifest) -> None:
-    """Write a manifest to its path, whole or not at all; equal manifests give equal bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def manifest_to_json(manifest: CorpusManifest) -> Dict[str, Any]:
+    """The manifest as a JSON object; equal manifests give equal ones."""
     folder = os.path.dirname(os.path.abspath(manifest.path))
-    content = {
+    return {
         "format": FORMAT,
         "key": manifest.key,
         "tokenizer": dict(manifest.tokenizer),
@@ -177,4 +178,12 @@ def write_manifest(manifest: CorpusManifest) -> None:
         "skipped": manifest.skipped,
         "shards": [shard_to_json(shard, folder) for shard in manifest.shards],
     }
-    write_json(manifest.path, content)
+
+
+def write_manifest(manifest: CorpusManifest) -> None:
+    """Write a manifest to its path, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(manifest.path, manifest_to_json(manifest))

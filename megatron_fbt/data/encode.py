@@ -1,27 +1,16 @@
 """Chunks of raw records into token ids: what the worker processes of preprocessing do."""
 
-import os
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy
 
 from megatron_fbt.config.data import TokenizerConfig
-from megatron_fbt.data.inputs import (
-    EMPTY_TEXT,
-    BadRecord,
-    InputFile,
-    parse_line,
-    read_lines,
-    read_text_file,
-)
-from megatron_fbt.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_fbt.data.chunks import Chunk
+from megatron_fbt.data.inputs import BadRecord, parse_line, read_text_file
+from megatron_fbt.data.tokenizer import TextEncoder, Tokenizer, build_tokenizer
 from megatron_fbt.errors import DataError
-
-CHUNK_BYTES = 1 << 18
-CHUNK_RECORDS = 512
 
 
 @dataclass(frozen=True)
@@ -42,27 +31,13 @@ class EncodeSettings:
     input_format: str = "jsonl"
     skip_bad_lines: bool = False
 
+    @property
+    def keys(self) -> Tuple[str, ...]:
+        """One for each output; empty for that of whole files."""
+        return self.json_keys if self.input_format == "jsonl" else ("",)
+
     def build_tokenizer(self) -> Tokenizer:
         return build_tokenizer(TokenizerConfig(type=self.tokenizer_type, path=self.tokenizer_path))
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Records that one call of a worker encodes.
-
-    Attributes:
-        path: The file of the lines; empty for whole files.
-        first_line: Line number of the first one, from 1.
-        lines: Raw lines; None for whole files.
-        files: Paths of whole files.
-        progress: Bytes on disk that all chunks up to this one have used.
-    """
-
-    path: str = ""
-    first_line: int = 0
-    lines: Optional[List[bytes]] = None
-    files: Tuple[str, ...] = ()
-    progress: int = 0
 
 
 @dataclass
@@ -72,126 +47,93 @@ class Encoded:
     Attributes:
         ids: For each key all token ids [tokens], end-of-document tokens included, in the type of the output.
         lengths: For each key the lengths [documents] in tokens.
-        text_bytes: UTF-8 bytes of the encoded texts.
-        skipped: Records left out, by kind.
+        text_bytes: For each key the UTF-8 bytes of the encoded texts.
+        blank: For each key the number of empty and blank texts.
+        skipped: Bad records left out, by kind.
         failure: File, line and reason of the first bad line, where bad lines are errors.
     """
 
     ids: List[numpy.ndarray] = field(default_factory=list)
     lengths: List[numpy.ndarray] = field(default_factory=list)
-    text_bytes: int = 0
+    text_bytes: List[int] = field(default_factory=list)
+    blank: List[int] = field(default_factory=list)
     skipped: Dict[str, int] = field(default_factory=dict)
     failure: Optional[str] = None
 
 
-def make_chunks(files: Sequence[InputFile], settings: EncodeSettings) -> Iterator[Chunk]:
-    """Cut the input into chunks, in order; the cuts depend on the input alone."""
-    done = 0
-    if settings.input_format == "files":
-        yield from _chunks_of_files(files)
-        return
-    for file in files:
-        lines, size, first_line, position = [], 0, 1, 0
-        for line, position in read_lines(file):
-            lines.append(line)
-            size += len(line)
-            if size >= CHUNK_BYTES or len(lines) >= CHUNK_RECORDS:
-                yield Chunk(file.path, first_line, lines, progress=done + position)
-                first_line += len(lines)
-                lines, size = [], 0
-        done += file.size
-        if lines:
-            yield Chunk(file.path, first_line, lines, progress=done)
-
-
-def _chunks_of_files(files: Sequence[InputFile]) -> Iterator[Chunk]:
-    paths, size, done = [], 0, 0
-    for file in files:
-        paths.append(file.path)
-        size += file.size
-        done += file.size
-        if size >= CHUNK_BYTES or len(paths) >= CHUNK_RECORDS:
-            yield Chunk(files=tuple(paths), progress=done)
-            paths, size = [], 0
-    if paths:
-        yield Chunk(files=tuple(paths), progress=done)
-
-
-def encode_chunk(settings: EncodeSettings, chunk: Chunk) -> Encoded:
-    """Token ids of a chunk's documents, each ended by exactly one end-of-document token.
-
-    Raises:
-        DataError: A file cannot be read, or the tokenizer gives ids outside its own vocabulary.
-    """
-    return _encoder(settings, os.getpid())(chunk)
-
-
-@lru_cache(maxsize=1)
-def _encoder(settings: EncodeSettings, process: int) -> "Encoder":
-    return Encoder(settings, settings.build_tokenizer())
-
-
 class Encoder:
-    """Encodes chunks with one tokenizer."""
+    """Encodes chunks with one tokenizer; can be sent to another process."""
 
-    def __init__(self, settings: EncodeSettings, tokenizer: Tokenizer):
+    def __init__(self, settings: EncodeSettings, tokenizer: TextEncoder):
         self.settings = settings
         self.tokenizer = tokenizer
-        self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        result = Encoded()
-        skipped = Counter()
-        keys = self.settings.json_keys if chunk.lines is not None else ("",)
+        """Token ids of a chunk's documents, each ended by exactly one end-of-document token.
+
+        Raises:
+            DataError: A file cannot be read, or the tokenizer gives ids outside its own vocabulary.
+        """
+        result, skipped = Encoded(), Counter()
+        keys = self.settings.keys
         texts: List[List[str]] = [[] for _ in keys]
-        for name, parse in self._records(chunk, keys):
+        blank = [0] * len(keys)
+        read, records = _reader(chunk, keys)
+        for number, record in enumerate(records):
             try:
-                for kept, text in zip(texts, parse(), strict=True):
-                    if text is None:
-                        skipped[EMPTY_TEXT] += 1
-                    else:
-                        kept.append(text)
+                found = read(record)
             except BadRecord as error:
-                if chunk.lines is not None and not self.settings.skip_bad_lines:
-                    result.failure = f"{name}: {error} ({error.kind}); --skip_bad_lines leaves such lines out"
+                if not chunk.files and not self.settings.skip_bad_lines:
+                    place = f"{chunk.path}, {chunk.unit} {chunk.first + number}"
+                    result.failure = f"{place}: {error} ({error.kind}); --skip_bad_lines leaves such {chunk.unit}s out"
                     return result
                 skipped[error.kind] += 1
-        for kept in texts:
-            self._encode(kept, result, skipped)
+                continue
+            for i, text in enumerate(found):
+                if text is None:
+                    blank[i] += 1
+                else:
+                    texts[i].append(text)
         result.skipped = dict(skipped)
+        for kept, empty in zip(texts, blank, strict=True):
+            ids, lengths = self._encode(kept)
+            result.ids.append(ids)
+            result.lengths.append(lengths)
+            result.blank.append(empty + len(kept) - len(lengths))
+            result.text_bytes.append(sum(map(_utf8_bytes, kept)))
         return result
 
-    def _records(self, chunk: Chunk, keys: Sequence[str]):
-        if chunk.lines is None:
-            for path in chunk.files:
-                yield path, lambda path=path: [read_text_file(path)]
-            return
-        for number, line in enumerate(chunk.lines, chunk.first_line):
-            yield f"{chunk.path}, line {number}", lambda line=line: parse_line(line, keys)
-
-    def _encode(self, texts: List[str], result: Encoded, skipped: Counter) -> None:
+    def _encode(self, texts: List[str]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+        """Ids [tokens] with end tokens, and lengths [documents]; texts without any id are left out."""
         eod = self.tokenizer.eod
-        documents = []
-        for text, ids in zip(texts, self.tokenizer.tokenize_batch(texts) if texts else [], strict=True):
-            if not ids:
-                skipped[EMPTY_TEXT] += 1
-            elif eod in ids:
-                raise DataError(
-                    f"the tokenizer turns a part of the text {text[:60]!r} into its end-of-document token {eod}; "
-                    "use a tokenizer whose end token cannot come from text"
-                )
-            else:
-                documents.append(ids)
-                result.text_bytes += len(text.encode("utf-8"))
-        lengths = numpy.array([len(ids) + 1 for ids in documents], dtype=numpy.int64)
-        flat = numpy.empty(int(lengths.sum()), dtype=numpy.int64)
-        end = 0
-        for ids in documents:
-            flat[end : end + len(ids)] = ids
-            end += len(ids) + 1
-            flat[end - 1] = eod
-        result.ids.append(narrow_ids(flat, self.tokenizer.vocab_size))
-        result.lengths.append(lengths)
+        ids, lengths = self.tokenizer.tokenize_flat(texts)
+        ends = numpy.cumsum(lengths)
+        inside = numpy.flatnonzero(ids == eod)
+        if inside.size:
+            text = texts[int(numpy.searchsorted(ends, inside[0], side="right"))]
+            raise DataError(
+                f"the tokenizer turns a part of the text {text[:60]!r} into its end-of-document token {eod}; "
+                "use a tokenizer whose end token cannot come from text"
+            )
+        kept = lengths > 0
+        ids = narrow_ids(ids, self.tokenizer.vocab_size)
+        return numpy.insert(ids, ends[kept], eod), lengths[kept] + 1
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
+def _reader(chunk: Chunk, keys: Sequence[str]) -> Tuple[Callable[[Any], List[Optional[str]]], Iterator[Any]]:
+    """What turns a record of a chunk into one text for each key, and the records."""
+    if chunk.files:
+        return (lambda path: [read_text_file(path)]), iter(chunk.files)
+    if chunk.rows is not None:
+        from megatron_fbt.data.parquet import parse_cell, rows_of
+
+        read = lambda cells: [parse_cell(cell, key) for cell, key in zip(cells, keys, strict=True)]  # noqa: E731
+        return read, rows_of(chunk.rows, keys, chunk.count)
+    return (lambda line: parse_line(line, keys)), chunk.split_lines()
 
 
 def token_dtype(vocab_size: int):

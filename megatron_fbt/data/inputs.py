@@ -1,11 +1,14 @@
 """Raw text files: finding them, reading them, and judging each record.
 
-A record is either one line of a JSON Lines file or one whole text file. Nothing here keeps more than a chunk in memory.
+A record is one line of a JSON Lines file, one row of a Parquet file (see parquet.py) or one whole text file. Nothing
+here keeps more than a chunk in memory.
 """
 
+import glob
 import gzip
 import json
 import os
+import stat
 import zlib
 from dataclasses import dataclass
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
@@ -15,6 +18,7 @@ from megatron_fbt.errors import ConfigError, DataError
 Parsed = TypeVar("Parsed")
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET_SUFFIX = ".parquet"
 BLOCK = 1 << 20
 """Bytes read at once."""
 
@@ -41,40 +45,83 @@ class InputFile:
     Attributes:
         path: Where it is.
         size: Bytes on disk.
+        mtime_ns: When it was last changed; -1 for a pipe, of which nothing tells whether it is the same again.
     """
 
     path: str
     size: int
+    mtime_ns: int = -1
 
 
 def find_inputs(
-    paths: Sequence[str], input_format: str, suffixes: Sequence[str] = (), exclude: Sequence[str] = ()
+    paths: Sequence[str],
+    input_format: str,
+    suffixes: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    parquet: bool = False,
 ) -> List[InputFile]:
-    """The files to read: those named, and those inside named folders in sorted order, hidden ones left out.
+    """The files to read: those named or matched, and those inside such folders; hidden ones are left out.
 
     Args:
-        paths: Files and folders.
+        paths: Files, folders, and patterns such as ``data/*.jsonl`` or ``data/**/part-?.jsonl`` that no shell has
+            expanded. What a pattern matches, and what a folder holds, comes in sorted order.
         input_format: ``jsonl`` or ``files`` (each file is one document).
         suffixes: Endings of file names to take from folders; empty = .jsonl, .jsonl.gz, .jsonl.zst for ``jsonl`` and
             every file for ``files``.
         exclude: Names of folders and files to leave out, e.g. ``site-packages``.
+        parquet: Take .parquet files from folders, too, where no suffixes are given.
 
     Raises:
         DataError: A path does not exist or nothing was found.
     """
-    endings = tuple(suffixes) or (JSONL_SUFFIXES if input_format == "jsonl" else ())
+    records = JSONL_SUFFIXES + ((PARQUET_SUFFIX,) if parquet else ())
+    endings = tuple(suffixes) or (records if input_format == "jsonl" else ())
     found = []
     for path in paths:
-        if os.path.isdir(path):
-            found += _walk(path, endings, frozenset(exclude))
-        elif os.path.exists(path):
-            found.append(path)
-        else:
-            raise DataError(f"input {path}: no such file or folder")
+        for match in _matches(str(path)):
+            found += _walk(match, endings, frozenset(exclude)) if os.path.isdir(match) else [match]
     if not found:
         wanted = ", ".join(endings) if endings else "any name"
         raise DataError(f"input {', '.join(map(str, paths))}: no file to read was found (looked for {wanted})")
-    return [InputFile(str(path), os.path.getsize(path)) for path in found]
+    return [_input_file(path) for path in found]
+
+
+def _matches(path: str) -> List[str]:
+    """A path that exists, or what a pattern matches."""
+    if os.path.exists(path):
+        return [path]
+    if not glob.has_magic(path):
+        raise DataError(f"input {path}: no such file or folder")
+    found = sorted(glob.glob(path, recursive=True), key=_by_parts)
+    if not found:
+        raise DataError(f"input {path}: no file or folder matches this pattern")
+    return found
+
+
+def _by_parts(path: str) -> List[str]:
+    return path.split(os.sep)
+
+
+def _input_file(path: str) -> InputFile:
+    try:
+        facts = os.stat(path)
+    except OSError as error:
+        raise DataError(f"input {path}: cannot be read: {error.strerror}") from error
+    return InputFile(path, facts.st_size, facts.st_mtime_ns if stat.S_ISREG(facts.st_mode) else -1)
+
+
+def sort_inputs(files: Sequence[InputFile]) -> Tuple[List[InputFile], List[str]]:
+    """Files in the order of their paths, each once, whatever the order and overlap of what named them.
+
+    Returns:
+        The files, and the paths of those that were named more than once.
+    """
+    by_path, repeated = {}, set()
+    for file in files:
+        known = by_path.setdefault(os.path.abspath(file.path), file)
+        if known is not file:
+            repeated.add(known.path)
+    return [by_path[path] for path in sorted(by_path, key=_by_parts)], sorted(repeated)
 
 
 def _walk(folder: str, endings: Tuple[str, ...], exclude: frozenset) -> List[str]:
@@ -87,7 +134,7 @@ def _walk(folder: str, endings: Tuple[str, ...], exclude: frozenset) -> List[str
                 continue
             if not endings or name.endswith(endings):
                 found.append(path)
-    return sorted(found, key=lambda path: path.split(os.sep))
+    return sorted(found, key=_by_parts)
 
 
 def read_blocks(file: InputFile) -> Iterator[Tuple[bytes, int]]:
@@ -165,6 +212,26 @@ def read_lines(file: InputFile) -> Iterator[Tuple[bytes, int]]:
         yield rest, position
 
 
+def read_line_blocks(file: InputFile, size: int) -> Iterator[Tuple[bytes, int]]:
+    """Blocks of whole lines, of about ``size`` bytes each, with the number of bytes taken from disk so far.
+
+    Only the last line of a file may be without its line end.
+    """
+    parts: List[bytes] = []
+    held, position = 0, 0
+    for block, position in read_blocks(file):
+        begin = 0
+        while (end := block.find(b"\n", begin + max(size - held, 0)) + 1) > 0:
+            parts.append(block[begin:end])
+            yield b"".join(parts), position
+            parts, held, begin = [], 0, end
+        parts.append(block[begin:])
+        held += len(parts[-1])
+    rest = b"".join(parts)
+    if rest:
+        yield rest, position
+
+
 def parse_lines(files: Sequence[InputFile], parse: Callable[[bytes], Parsed]) -> Iterator[Tuple[int, Parsed]]:
     """Each line of the files of data.paths parsed, with the bytes read so far, over all files.
 
@@ -233,9 +300,14 @@ def _text_under(record: dict, key: str) -> Optional[str]:
         raise BadRecord("key_missing", f"the object has no key '{key}'")
     text = record[key]
     if not isinstance(text, str):
-        kind = "text_null" if text is None else "text_not_a_string"
-        raise BadRecord(kind, f"the value of '{key}' is {json.dumps(text)[:40]}, not a string")
+        raise no_text(key, text, json.dumps(text))
     return check_text(text)
+
+
+def no_text(key: str, value, shown: str) -> BadRecord:
+    """What is wrong with a value that is no string."""
+    kind = "text_null" if value is None else "text_not_a_string"
+    return BadRecord(kind, f"the value of '{key}' is {shown[:40]}, not a string")
 
 
 def check_text(text: str) -> Optional[str]:
@@ -247,10 +319,11 @@ def check_text(text: str) -> Optional[str]:
     if "\0" in text:
         raise BadRecord("nul_character", "the text holds a NUL character")
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRecord("lone_surrogate", f"the text holds a lone surrogate at character {error.start + 1}") from error
-    return text if text.strip() else None
+    return None if not text or text.isspace() else text
 
 
 def read_text_file(path: str) -> Optional[str]:
@@ -270,11 +343,25 @@ def read_text_file(path: str) -> Optional[str]:
 def iterate_documents(files: Sequence[InputFile], input_format: str, key: str) -> Iterator[str]:
     """The texts of all good records in order; bad and blank ones are left out (for training a tokenizer)."""
     for file in files:
-        lines = [(b"", 0)] if input_format == "files" else read_lines(file)
-        for line, _ in lines:
+        for read in _record_readers(file, input_format, key):
             try:
-                text = read_text_file(file.path) if input_format == "files" else parse_line(line, [key])[0]
+                text = read()
             except BadRecord:
                 continue
             if text is not None:
                 yield text
+
+
+def _record_readers(file: InputFile, input_format: str, key: str) -> Iterator[Callable[[], Optional[str]]]:
+    """What gives the text of each record of a file."""
+    if input_format == "files":
+        yield lambda: read_text_file(file.path)
+    elif file.path.endswith(PARQUET_SUFFIX):
+        from megatron_fbt.data.parquet import parse_cell, read_rows, rows_of
+
+        for content, count, _ in read_rows(file, [key]):
+            for cells in rows_of(content, [key], count):
+                yield lambda cells=cells: parse_cell(cells[0], key)
+    else:
+        for line, _ in read_lines(file):
+            yield lambda line=line: parse_line(line, [key])[0]

@@ -1,24 +1,19 @@
 """Raw text into Megatron's indexed data sets, with several processes and the same output for any number of them."""
 
 import os
-import threading
+import sys
 import time
-from collections import Counter, deque
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
-from typing import Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
-from megatron_fbt.data.encode import Chunk, Encoded, Encoder, EncodeSettings, encode_chunk, make_chunks
-from megatron_fbt.data.inputs import InputFile, find_inputs
+from megatron_fbt.data.chunks import Chunk, make_chunks
+from megatron_fbt.data.encode import Encoder, EncodeSettings
+from megatron_fbt.data.inputs import InputFile, find_inputs, sort_inputs
 from megatron_fbt.data.progress import Progress
+from megatron_fbt.data.shard_output import CorpusPlan, PlannedShard, ShardOutput, node_shards, total_skipped
+from megatron_fbt.data.worker_pool import encode_all
 from megatron_fbt.errors import ConfigError, DataError
-
-_CHUNKS_AHEAD = 4
-"""Chunks in work for each worker, which bounds the memory."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +21,16 @@ class PreprocessOptions:
     """What to read and where to write.
 
     Attributes:
-        inputs: Files and folders.
+        inputs: Files, folders and patterns.
         output: Prefix of the output; with several keys PREFIX_KEY for each.
         encode: Tokenizer, keys and policy.
         suffixes: See megatron_fbt.data.inputs.find_inputs.
         exclude: Likewise.
         workers: Processes that encode; 1 = no other process.
+        shards: Pairs of files to write for each key.
+        num_nodes: Calls of the command that share the work; each makes other shards.
+        node_rank: Which of them this is, from 0.
+        overwrite: Make all shards anew, complete ones, too.
     """
 
     inputs: Sequence[str]
@@ -40,139 +39,153 @@ class PreprocessOptions:
     suffixes: Sequence[str] = ()
     exclude: Sequence[str] = ()
     workers: int = 1
+    shards: int = 1
+    num_nodes: int = 1
+    node_rank: int = 0
+    overwrite: bool = False
 
     def prefixes(self) -> Dict[str, str]:
         """Output prefix of each key."""
-        keys = self.encode.json_keys
-        if self.encode.input_format == "files" or len(keys) == 1:
-            return {keys[0]: self.output}
-        return {key: f"{self.output}_{key}" for key in keys}
+        keys = self.encode.keys
+        return {keys[0]: self.output} if len(keys) == 1 else {key: f"{self.output}_{key}" for key in keys}
 
     def validate(self) -> None:
         """Raise ConfigError for values that cannot work."""
         keys = self.encode.json_keys
-        if self.workers < 1:
-            raise ConfigError(f"--workers is {self.workers}: it must be at least 1")
+        for name in ("workers", "shards", "num_nodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} is {getattr(self, name)}: it must be at least 1")
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise ConfigError(f"--node_rank is {self.node_rank}: it must be from 0 to {self.num_nodes - 1}")
+        if self.num_nodes > self.shards:
+            raise ConfigError(
+                f"--num_nodes is {self.num_nodes}, but --shards is {self.shards}: every node makes whole shards; "
+                f"give at least {self.num_nodes} shards"
+            )
         if not keys or len(set(keys)) != len(keys) or any(not key or "/" in key for key in keys):
             raise ConfigError(f"--json_key is {list(keys)}: name each key once; keys name files, so no '/'")
         if not os.path.basename(self.output):
             raise ConfigError(f"--output is '{self.output}': it must be the prefix of file names, such as data/train")
 
+    def find_files(self) -> List[InputFile]:
+        """All input files, sorted, each once."""
+        found = find_inputs(self.inputs, self.encode.input_format, self.suffixes, self.exclude, parquet=True)
+        files, repeated = sort_inputs(found)
+        for path in repeated:
+            note(f"input {path}: named more than once, read once")
+        if len(files) < self.shards:
+            raise ConfigError(
+                f"--shards is {self.shards}, but there are {len(files)} input files, which are not cut: "
+                f"give at most {len(files)}"
+            )
+        return files
+
+
+def note(text: str) -> None:
+    """Tell something beside the report."""
+    print(text, file=sys.stderr, flush=True)
+
 
 def preprocess(options: PreprocessOptions) -> dict:
-    """Tokenize all input and write one pair of files for each key.
+    """Tokenize the input and write shards, their records and, when all shards are there, the manifests.
+
+    Shards that are complete from an earlier call, with the same settings and input, stay.
 
     Returns:
-        The report: documents, tokens, text_bytes, skipped (by kind), files, seconds, and for each output its prefix,
-        documents, tokens and bytes.
+        The report. Of this node's shards: documents, tokens, text_bytes, skipped (by kind), files, seconds, numbers of
+        shards; for each key prefix, documents, tokens, bytes, token_type and manifest (None = shards are missing).
 
     Raises:
         ConfigError: An option cannot work.
-        DataError: Input, tokenizer or output is unusable, a worker died, or no document is left. Then no output exists.
+        DataError: Input, tokenizer or output is unusable, a worker died, or no document is left. Then there is nothing
+            of the shard that was in work; complete ones stay.
     """
     options.validate()
     begin = time.monotonic()
-    tokenizer = options.encode.build_tokenizer()
-    tokenizer.eod  # noqa: B018  a tokenizer without an end token is refused before any data are read
-    files = find_inputs(options.inputs, options.encode.input_format, options.suffixes, options.exclude)
-    from megatron_fbt.data.indexed import IndexedWriter
-
-    totals = Encoded()
-    with ExitStack() as stack:
-        writers = []
-        for prefix in options.prefixes().values():
-            writers.append(IndexedWriter(prefix, tokenizer.vocab_size))
-            stack.callback(writers[-1].discard)
-        _write_documents(options, files, Encoder(options.encode, tokenizer), writers, totals)
-        _refuse_empty(options, writers, totals)
-        for writer in writers:
-            writer.finish()
-        for writer in writers:
-            writer.publish()
-    return _report(options, files, writers, totals, time.monotonic() - begin)
+    settings = options.encode
+    tokenizer = settings.build_tokenizer()
+    encoder = Encoder(settings, tokenizer.text_encoder())  # refuses a tokenizer without end token before any reading
+    made_with = {
+        "json_keys": list(settings.keys),
+        "input_format": settings.input_format,
+        "skip_bad_lines": settings.skip_bad_lines,
+    }
+    plan = CorpusPlan(options.prefixes(), options.find_files(), options.shards, tokenizer, made_with)
+    mine = node_shards(plan, options.num_nodes, options.node_rank)
+    missing = _missing(plan, mine, options.overwrite)
+    if missing:
+        plan.remove(missing)
+        _make(plan, missing, encoder, options.workers)
+    complete = plan.write_manifests()
+    return _report(plan, mine, len(missing), complete, time.monotonic() - begin)
 
 
-def _write_documents(options, files: List[InputFile], encoder: Encoder, writers, totals: Encoded) -> None:
-    chunks = make_chunks(files, options.encode)
-    skipped = Counter()
-    with Progress(sum(file.size for file in files)) as progress:
-        for chunk, encoded in _encode_all(options, chunks, encoder):
-            if encoded.failure:
-                raise DataError(f"input {encoded.failure}")
-            for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
-                writer.add(ids, lengths)
-            skipped.update(encoded.skipped)
-            totals.text_bytes += encoded.text_bytes
-            documents, tokens = sum(w.documents for w in writers), sum(w.tokens for w in writers)
-            progress.update(chunk.progress, documents, tokens)
-    totals.skipped = dict(sorted(skipped.items()))
+def _missing(plan: CorpusPlan, shards: Sequence[PlannedShard], overwrite: bool) -> List[PlannedShard]:
+    missing = []
+    for shard in shards:
+        why = "--overwrite is given" if overwrite else plan.why_incomplete(shard)
+        if why and any(os.path.exists(f"{prefix}.bin") for prefix in shard.prefixes):
+            note(f"output {shard.prefixes[0]}: made anew, because {why}")
+        if why:
+            missing.append(shard)
+    if not missing:
+        note(f"output {', '.join(plan.prefixes.values())}: already complete")
+    return missing
 
 
-def _encode_all(options, chunks: Iterable[Chunk], encoder: Encoder) -> Iterator[Tuple[Chunk, Encoded]]:
-    """Each chunk with its result, in the order of the input."""
-    if options.workers == 1:
-        for chunk in chunks:
-            yield chunk, encoder(chunk)
-        return
-    executor = ProcessPoolExecutor(options.workers, get_context("spawn"), initializer=_end_with_parent)
-    waiting: "deque[Tuple[Chunk, Future]]" = deque()
+def _make(plan: CorpusPlan, shards: Sequence[PlannedShard], encoder: Encoder, workers: int) -> None:
+    output: Optional[ShardOutput] = None
+    total = sum(file.size for shard in shards for file in shard.files)
+    done = documents = tokens = 0
     try:
-        for chunk in chunks:
-            waiting.append((chunk, executor.submit(encode_chunk, options.encode, chunk)))
-            if len(waiting) >= _CHUNKS_AHEAD * options.workers:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process died (killed, perhaps for lack of memory); nothing was written. Run again, with fewer "
-            f"--workers than {options.workers} if memory is short"
-        ) from error
+        with Progress(total) as progress, closing(encode_all(_chunks(shards, encoder), encoder, workers)) as results:
+            for shard, chunk, encoded in results:
+                output = output or ShardOutput(plan, shard)
+                if chunk is None:
+                    output.complete()
+                    done += sum(file.size for file in shard.files)
+                    documents, tokens, output = documents + output.documents, tokens + output.tokens, None
+                    continue
+                if encoded.failure:
+                    raise DataError(f"input {encoded.failure}")
+                output.add(encoded)
+                progress.update(done + chunk.progress, documents + output.documents, tokens + output.tokens)
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        if output is not None:
+            output.discard()
 
 
-def _end_with_parent() -> None:
-    """Make a worker end when the main process is killed; it would otherwise wait for work for ever."""
-    sentinel = parent_process().sentinel
-
-    def watch() -> None:
-        wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _chunks(shards: Sequence[PlannedShard], encoder: Encoder) -> Iterator[Tuple[PlannedShard, Optional[Chunk]]]:
+    """All chunks of each shard, and None after its last one."""
+    for shard in shards:
+        for chunk in make_chunks(shard.files, encoder.settings.input_format, encoder.settings.keys):
+            yield shard, chunk
+        yield shard, None
 
 
-def _refuse_empty(options, writers, totals: Encoded) -> None:
-    for key, writer in zip(options.prefixes(), writers, strict=True):
-        if writer.documents == 0:
-            what = "no text file has any text" if options.encode.input_format == "files" else f"no record has '{key}'"
-            raise DataError(
-                f"input {', '.join(map(str, options.inputs))}: {what}, so there is no document to write "
-                f"(skipped: {totals.skipped or 'nothing'})"
-            )
-
-
-def _report(options, files, writers, totals: Encoded, seconds: float) -> dict:
-    outputs = [
-        {
-            "key": key,
-            "prefix": writer.prefix,
-            "documents": writer.documents,
-            "tokens": writer.tokens,
-            "bytes": os.path.getsize(f"{writer.prefix}.bin"),
-            "token_type": writer.dtype.__name__,
-        }
-        for key, writer in zip(options.prefixes(), writers, strict=True)
-    ]
+def _report(plan: CorpusPlan, shards: Sequence[PlannedShard], made: int, complete: bool, seconds: float) -> dict:
+    records = [plan.records(shard) for shard in shards]
+    outputs = []
+    for i, (key, prefix) in enumerate(plan.prefixes.items()):
+        corpus = plan.corpus(key, "", [of_keys[i].corpus.shards[0] for of_keys in records])
+        outputs.append(
+            {
+                "key": key,
+                "prefix": prefix,
+                "documents": corpus.documents,
+                "tokens": corpus.tokens,
+                "bytes": corpus.bytes,
+                "token_type": corpus.token_type,
+                "manifest": plan.manifest_path(key) if complete else None,
+            }
+        )
     return {
-        "documents": sum(writer.documents for writer in writers),
-        "tokens": sum(writer.tokens for writer in writers),
-        "text_bytes": totals.text_bytes,
-        "skipped": totals.skipped,
-        "files": len(files),
+        "documents": sum(output["documents"] for output in outputs),
+        "tokens": sum(output["tokens"] for output in outputs),
+        "text_bytes": sum(record.corpus.text_bytes for of_keys in records for record in of_keys),
+        "skipped": total_skipped(records),
+        "files": sum(len(shard.files) for shard in shards),
         "seconds": round(seconds, 3),
+        "shards": {"made": made, "kept": len(shards) - made, "of": len(plan.shards)},
         "outputs": outputs,
     }

@@ -6,9 +6,12 @@ Both treat text as text: nothing that a document contains can become the end-of-
 import hashlib
 import re
 from abc import ABC, abstractmethod
+from array import array
 from collections import OrderedDict
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Protocol, Sequence, Tuple
+
+import numpy
 
 from megatron_fbt.config.data import TokenizerConfig
 from megatron_fbt.data.huggingface_files import TOKENIZER_FILES, make_portable
@@ -18,6 +21,21 @@ SPACE_SYMBOL = "\u2581"
 """What SentencePiece writes for a space inside its pieces."""
 SENTENCEPIECE_FILE = "tokenizer.model"
 """Name of a copy of a SentencePiece model."""
+
+
+class TextEncoder(Protocol):
+    """The part of a tokenizer that encodes documents; it can be sent to another process and is soon ready there.
+
+    Attributes:
+        vocab_size: Number of token ids.
+        eod: Id of the end-of-document token.
+    """
+
+    vocab_size: int
+    eod: int
+
+    def tokenize_flat(self, texts: Sequence[str]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+        """Ids [tokens] of all texts, one after the other, without any special token; numbers of ids [texts]."""
 
 
 class Tokenizer(ABC):
@@ -88,6 +106,19 @@ class Tokenizer(ABC):
             DataError: This tokenizer has no equal among Hugging Face's fast tokenizers.
         """
 
+    def text_encoder(self) -> TextEncoder:
+        """What worker processes need of it.
+
+        Raises:
+            DataError: The tokenizer has no end-of-document token.
+        """
+        self.eod  # noqa: B018
+        return self
+
+    def tokenize_flat(self, texts: Sequence[str]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+        """See TextEncoder."""
+        return flatten_ids(self.tokenize_batch(texts) if texts else [])
+
     def files(self) -> Dict[str, Path]:
         """The files that it was read from, by the names that copies of them must have; empty if there are none."""
         return {}
@@ -95,6 +126,15 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> List[int]:
         """Token ids of one text, without any special token."""
         return self.tokenize_batch([text])[0]
+
+
+def flatten_ids(batch: Sequence[List[int]]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    """Lists of ids as one array int32 [tokens], and their lengths int64 [lists]."""
+    flat = array("i")
+    for ids in batch:
+        flat.fromlist(ids)
+    lengths = numpy.fromiter(map(len, batch), dtype=numpy.int64, count=len(batch))
+    return numpy.frombuffer(flat, dtype=numpy.int32) if flat else numpy.empty(0, numpy.int32), lengths
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -270,6 +310,9 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def text_encoder(self) -> TextEncoder:
+        return FastEncoder(self._backend.to_str(), self.vocab_size, self.eod)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
 
@@ -308,6 +351,27 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer.chat_template = self.saved_chat_template
         self._tokenizer.save_pretrained(str(folder))
         make_portable(Path(folder))
+
+
+class FastEncoder:
+    """A Hugging Face fast tokenizer without transformers, whose import takes longer than many a chunk."""
+
+    def __init__(self, content: str, vocab_size: int, eod: int):
+        self.vocab_size, self.eod = vocab_size, eod
+        self._content, self._backend = content, None
+
+    def __getstate__(self):
+        return {**self.__dict__, "_backend": None}
+
+    def tokenize_flat(self, texts: Sequence[str]) -> Tuple[numpy.ndarray, numpy.ndarray]:
+        """See TextEncoder."""
+        if self._backend is None:
+            from tokenizers import Tokenizer as Backend
+
+            self._backend = Backend.from_str(self._content)
+            self._backend.encode_special_tokens = True
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return flatten_ids([encoding.ids for encoding in encodings])
 
 
 def _load_fast_tokenizer(folder: Path):
