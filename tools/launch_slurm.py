@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 job file, configuration or sbatch.
 """
 
 import argparse
+import signal
 import sys
 
 from megatron_fbt.data.tool import run_report
@@ -33,4 +34,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may leave first
     sys.exit(main())

@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 the run has failed or has been silent for ten minutes, 2 n
 """
 
 import argparse
+import signal
 import sys
 
 from megatron_fbt.data.tool import run_report
@@ -26,4 +27,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may leave first
     sys.exit(main())

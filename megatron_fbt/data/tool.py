@@ -47,11 +47,17 @@ def run_report(work: Callable[[], Dict[str, Any]], describe: Callable[[Dict[str,
     code = run_tool(lambda: report.update(work()))
     if code:
         return code
-    print(json.dumps(json_ready(report)) if as_json else describe(report))
+    print(json.dumps(json_ready(report)) if as_json else _encodable(describe(report)))
     if report.get("alarm"):
         print(f"alarm: {report['alarm']}", file=sys.stderr)
         return 1
     return 0
+
+
+def _encodable(text: str) -> str:
+    """A text in which characters that the terminal's encoding lacks are spelled out."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def print_report(report: dict, as_json: bool) -> None:

@@ -1,6 +1,5 @@
 """One screen about a run: where it stands, what its job is doing, how earlier starts ended. Needs no torch."""
 
-import os
 import shutil
 import subprocess
 import time
@@ -13,7 +12,7 @@ from megatron_fbt.errors import ConfigError
 from megatron_fbt.slurm.requeue import RESUMABLE, describe_code
 from megatron_fbt.slurm.starts import FOLDER, STARTS, newest_checkpoint, read_starts, submitted_job
 from megatron_fbt.training.console import format_duration
-from megatron_fbt.training.lease import LEASE, read_holder
+from megatron_fbt.training.lease import CLOCK_S, LEASE, read_holder
 from megatron_fbt.training.metrics import number
 from megatron_fbt.training.status import read_status
 
@@ -26,8 +25,9 @@ def collect(run: str) -> Dict[str, Any]:
     """What is known of a run.
 
     Returns:
-        The fields of status.json, with `age_s` since it was written, `silent`, `last_checkpoint`, `holder` (who has
-        the folder, or None), `queue` (rows of squeue; None where there is no SLURM) and `starts` (of the last job).
+        The fields of status.json, with `age_s` since it was written (negative by a wrong clock, None where no time is
+        given), `silent`, `last_checkpoint`, `holder` (who has the folder, or None), `queue` (rows of squeue; None where
+        there is no SLURM) and `starts` (of the last job).
 
     Raises:
         ConfigError: it is no run folder.
@@ -77,10 +77,10 @@ def _queue(jobs: Sequence[str]) -> Optional[List[Dict[str, str]]]:
     return [row for rows in known for row in rows] if known else None
 
 
-def _age(written: Optional[str]) -> Optional[float]:
-    """Seconds since a time of status.json."""
+def _age(written: Any) -> Optional[float]:
+    """Seconds since a time of status.json, negative if it is still to come; None if it is no time."""
     try:
-        return max(0.0, time.time() - timegm(time.strptime(str(written), "%Y-%m-%dT%H:%M:%SZ")))
+        return time.time() - timegm(time.strptime(str(written), "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
         return None
 
@@ -90,12 +90,8 @@ def _holder(folder: Path) -> Optional[Dict[str, Any]]:
         holder = read_holder(folder / LEASE)
     except (OSError, ValueError):
         return None
-    return {
-        "job": holder.job,
-        "host": holder.host,
-        "pid": holder.pid,
-        "lapsed": time.time() - holder.time > holder.seconds,
-    }
+    lapsed = time.time() - holder.time > holder.seconds
+    return {"job": holder.job, "host": holder.host, "pid": holder.pid, "lapsed": lapsed, "text": holder.describe()}
 
 
 def queue_of(job: str) -> Optional[List[Dict[str, str]]]:
@@ -104,7 +100,7 @@ def queue_of(job: str) -> Optional[List[Dict[str, str]]]:
         return None
     command = ["squeue", "--noheader", f"--jobs={job}", f"--format={QUEUE_FORMAT}"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=os.environ)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=30)
     except subprocess.TimeoutExpired:
         return None
     if result.returncode:
@@ -124,12 +120,11 @@ def describe(report: Dict[str, Any]) -> str:
     if report["state"] == "running":
         lines.append(f"left             {format_duration(report.get('eta_s'))}")
     lines.append(f"last checkpoint  {report['last_checkpoint'] or 'none'}")
-    if report["age_s"] is not None:
-        lines.append(f"written          {format_duration(report['age_s'])} ago")
+    if report["state"] != "waiting":
+        lines.append(f"written          {_when(report)}")
     holder = report["holder"]
     if holder:
-        job = f"job {holder['job']}, " if holder["job"] else ""
-        lines.append(f"held by          {job}pid {holder['pid']} on {holder['host']}" + " (lapsed)" * holder["lapsed"])
+        lines.append(f"held by          {holder['text']}" + " (lapsed)" * holder["lapsed"])
     if report["queue"] is None:
         lines.append("queue            not asked: no job is known, or SLURM does not answer")
     elif not report["queue"]:
@@ -139,14 +134,27 @@ def describe(report: Dict[str, Any]) -> str:
             f"queue            job {row['job']} {row['state']}, {row['time']} of {row['limit']}, {row['where']}"
         )
     lines += [_start_line(start) for start in report["starts"][-5:]]
-    return "\n".join(lines)
+    return "\n".join(map(_plain, lines))
+
+
+def _plain(line: str) -> str:
+    """A line in which control characters, of files that anything may have written, are spelled out."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+
+
+def _when(report: Dict[str, Any]) -> str:
+    age = report["age_s"]
+    if age is None:
+        return f"at {report.get('time')!r} (clock?)"
+    return f"{format_duration(age)} ago" if age > -CLOCK_S else f"{format_duration(-age)} from now (clock?)"
 
 
 def _start_line(start: Dict[str, Any]) -> str:
     name = f"start {start['restart'] + 1}"
     if start.get("ended") is None:
         return f"{name:<16} of job {start['job']}, from {start.get('checkpoint') or 'the beginning'}: has not ended"
-    took = format_duration(start["ended"] - start["began"])
+    seconds = start["ended"] - start["began"]
+    took = format_duration(seconds) if seconds > -CLOCK_S else "clock?"
     code = "exit code unknown" if start["exit_code"] is None else describe_code(start["exit_code"])
     after = "the end" if start["verdict"] == "end" else f"back into the queue, {start['verdict']} s"
     reached = start["reached"] or "no checkpoint"

@@ -23,6 +23,10 @@ RENEWALS = 6
 """Renewals within the time after which a lease lapses."""
 
 
+CLOCK_S = 5
+"""Seconds by which another machine's clock may be ahead without a word."""
+
+
 @dataclass
 class Holder:
     """Who holds a run folder."""
@@ -43,7 +47,9 @@ class Holder:
     def describe(self) -> str:
         """The holder, for a person."""
         job = f"job {self.job}, " if self.job else ""
-        return f"{job}pid {self.pid} on {self.host}, renewed {max(0.0, time.time() - self.time):.0f} s ago"
+        age = round(time.time() - self.time)
+        when = f"{max(0, age)} s ago" if age > -CLOCK_S else f"{-age} s from now (clock?)"
+        return f"{job}pid {self.pid} on {self.host}, renewed {when}"
 
 
 class Lease:

@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -131,3 +135,24 @@ def test_status_of_a_run(tool, tmp_path):
     code, _, err = tool("run_status", tmp_path)
     assert code == 1 and "the run has failed" in err
     assert tool("run_status", tmp_path / "none")[0] == 2
+
+
+def test_a_terminal_that_cannot_show_a_name_gets_its_code(tmp_path, repository):
+    folder = tmp_path / "lauf\u2192"
+    write_status(folder / "status.json", state="running", step=5, train_steps=5)
+    command = [sys.executable, "tools/run_status.py", str(folder)]
+    for locale in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}):
+        environment = {**os.environ, "PYTHONPATH": str(repository), "PYTHONIOENCODING": "", **locale}
+        ended = subprocess.run(command, cwd=repository, env=environment, capture_output=True, timeout=60)
+        assert ended.returncode == 0 and ended.stdout.isascii() and b"lauf" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("name", ["run_status", "launch_slurm"])
+def test_a_reader_that_leaves_early_ends_a_tool_quietly(tmp_path, repository, job, name):
+    write_status(tmp_path / "status.json", state="running", note="x" * 200_000)
+    job.write_text(job.read_text() + "setup: ['# " + "x" * 200_000 + "']\n")
+    arguments = {"run_status": str(tmp_path), "launch_slurm": f"--job {job} --dry_run"}[name]
+    command = f"{sys.executable} tools/{name}.py {arguments} --json | head -c 10; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    ended = subprocess.run(["bash", "-c", command], cwd=repository, env=environment, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr, len(ended.stdout)) == (128 + signal.SIGPIPE, b"", 10)

@@ -1,6 +1,7 @@
 """The screen about a run: what status.json, the lease, the starts and the queue say."""
 
 import json
+import re
 import time
 
 import pytest
@@ -93,7 +94,14 @@ def test_who_holds_the_folder(run, monkeypatch):
     finally:
         lease.release()
     assert report["holder"]["job"] == "9" and not report["holder"]["lapsed"]
-    assert "held by          job 9, pid" in describe(report)
+    assert "held by          job 9, pid" in describe(report) and "s ago\n" in describe(report)
+
+
+def test_a_lease_of_a_wrong_clock(run):
+    running(run)
+    fields = {"token": "t", "job": None, "host": "n1", "pid": 5, "process": "", "time": time.time() + 7200.5}
+    (run / "lease.json").write_text(json.dumps({**fields, "seconds": 60.0}))
+    assert re.search(r"held by +pid 5 on n1, renewed 7200 s from now \(clock\?\)\n", describe(collect(str(run))))
 
 
 def test_a_silent_and_a_failed_run_raise_an_alarm(run):
@@ -102,6 +110,42 @@ def test_a_silent_and_a_failed_run_raise_an_alarm(run):
     assert report["silent"] and "1h00m" in report["alarm"] and "(silent)" in describe(report)
     running(run, state="failed")
     assert collect(str(run))["alarm"] == "the run has failed"
+
+
+@pytest.mark.parametrize(
+    "written, line",
+    [
+        (3 * 3600 + 330, "written          3h05m from now (clock?)"),
+        ("yesterday", "written          at 'yesterday' (clock?)"),
+        (None, "written          at None (clock?)"),
+        (["2026"], "written          at ['2026'] (clock?)"),
+    ],
+)
+def test_a_time_that_cannot_be_is_said(run, written, line):
+    if isinstance(written, int):
+        written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + written))
+    running(run, time=written)
+    report = collect(str(run))
+    assert line in describe(report).splitlines() and not report["silent"]
+    assert json.dumps(report, allow_nan=False)
+
+
+def test_a_start_that_ended_before_it_began(run):
+    write_start(run, Start("7", 0, 1000.0, None, 400.0, 75, "step_00000500", "0"))
+    assert "start 1          of job 7, clock?: exit code 75" in describe(collect(str(run)))
+
+
+ODD = "a\x1b[31mb\nc\x07\u202e\udc80"
+
+
+def test_control_characters_of_stored_texts_reach_no_terminal(run):
+    running(run, state=ODD, last_checkpoint=ODD, time=ODD)
+    write_start(run, Start(ODD, 0, 100.0, ODD, 200.0, 75, ODD, ODD))
+    write_start(run, Start(ODD, 1, 300.0, ODD))
+    squeue(run, "printf '7|RUN\\033NING|\\377|1|n[1-2]\\n'")
+    text = describe(collect(str(run)))
+    assert all(line.isprintable() for line in text.splitlines())
+    assert r"a\x1b[31mb\nc\x07\u202e\udc80" in text and "RUN\\x1bNING" in text
 
 
 def test_before_the_first_step_there_are_starts_alone(run):
