@@ -12,11 +12,13 @@ import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Mapping, Optional, Sequence
 
-from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError, DataError, StoppedBySignal
+from megatron_fbt.config.rules import raise_problems
+from megatron_fbt.ending import tell
+from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError, DataError, FBTError, StoppedBySignal
 from megatron_fbt.slurm.job import RequeueConfig
-from megatron_fbt.slurm.starts import Start, newest_checkpoint, read_starts, write_start
+from megatron_fbt.slurm.starts import FOLDER, STARTS, Start, newest_checkpoint, read_starts, write_start
 
 BAD_NODE = 69
 """Exit code of the preflight."""
@@ -126,13 +128,37 @@ def end(options: Namespace, job: str, restart: int) -> Verdict:
         starts.append(Start(job, restart, time.time(), starts[-1].reached if starts else None))
     last = starts[-1]
     last.ended, last.exit_code, last.reached = time.time(), options.exit_code, newest_checkpoint(run_dir)
-    budget = RequeueConfig(
-        max_failures=options.max_failures, max_restarts=options.max_restarts, backoff_s=options.backoff_s
-    )
-    verdict = decide(options.exit_code, options.warned, starts, budget)
+    verdict = decide(options.exit_code, options.warned, starts, budget_of(options))
     last.verdict = verdict.word
     write_start(run_dir, last)
     return verdict
+
+
+def budget_of(options: Namespace) -> RequeueConfig:
+    """How often the job may start again.
+
+    Raises:
+        ConfigError: naming each option that is out of range.
+    """
+    budget = RequeueConfig(
+        max_failures=options.max_failures, max_restarts=options.max_restarts, backoff_s=options.backoff_s
+    )
+    raise_problems([problem.replace("requeue.", "--") for problem in budget.problems()])
+    return budget
+
+
+def restart_count(environment: Mapping[str, str]) -> int:
+    """How often SLURM has put this job back.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    text = environment.get("SLURM_RESTART_COUNT") or "0"
+    if not text.isdecimal():
+        raise ConfigError(
+            f"SLURM_RESTART_COUNT = {text!r}: not a whole number; unset it, SLURM sets it itself"
+        )
+    return int(text)
 
 
 def build_parser() -> ArgumentParser:
@@ -152,17 +178,27 @@ def build_parser() -> ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Note a start or decide; the exit code."""
     options = build_parser().parse_args(argv)
-    job, restart = os.environ.get("SLURM_JOB_ID", "none"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    try:
+        budget_of(options)
+        _note(options, os.environ.get("SLURM_JOB_ID", "none"), restart_count(os.environ))
+    except FBTError as error:
+        return tell(error)
+    except OSError as error:
+        path = f"{options.run_dir}/{FOLDER}/{STARTS}"
+        return tell(ConfigError(f"{path}: cannot be written: {error.strerror}; mend the folder or free space"))
+    return 0
+
+
+def _note(options: Namespace, job: str, restart: int) -> None:
     if options.when == "begin":
         print(begin(options, job, restart), flush=True)
-        return 0
+        return
     why = last_error(options.log, mark_of(job, restart)) if options.exit_code not in (0, RESUMABLE) else None
     verdict = end(options, job, restart)
     if why:
         print(f"last error: {why}", file=sys.stderr)
     print(f"job {job}: {verdict.reason}", file=sys.stderr, flush=True)
     print(verdict.word, flush=True)
-    return 0
 
 
 if __name__ == "__main__":

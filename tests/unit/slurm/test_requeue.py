@@ -174,3 +174,25 @@ def test_the_last_line_says_why(tmp_path, command):
 def test_an_error_behind_half_a_line_of_another_task_is_found(tmp_path, text, found):
     (tmp_path / "log").write_text(f"== job 7, start 1\n{text}")
     assert last_error(tmp_path / "log", "== job 7, start 1") == found
+
+
+@pytest.mark.parametrize(
+    "restart, options, part",
+    [
+        ("many", [], "SLURM_RESTART_COUNT = 'many'"),
+        ("-1", [], "SLURM_RESTART_COUNT = '-1'"),
+        ("0", ["--backoff_s", "-5"], "--backoff_s = -5"),
+        ("0", ["--max_failures", "0"], "--max_failures = 0"),
+        ("0", ["--max_restarts", "-1"], "--max_restarts = -1"),
+        ("0", ["--run_dir", __file__], "slurm/starts.jsonl: cannot be written"),
+    ],
+)
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_what_makes_no_sense_is_one_line(tmp_path, monkeypatch, capsys, when, restart, options, part):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    assert main([when, "--run_dir", str(tmp_path), *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ") and part in printed.err and "; " in printed.err
+    assert list(tmp_path.iterdir()) == []
