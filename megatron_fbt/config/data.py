@@ -3,32 +3,11 @@
 import math
 import os
 from dataclasses import dataclass, field
-from typing import List, Literal, Optional, Tuple
+from typing import List, Literal, Optional
 
 from megatron_fbt.config.rules import Rules, Section
+from megatron_fbt.config.sources import SourceConfig, StageConfig, parse_split, source_problems, stage_problems
 from megatron_fbt.errors import ConfigError
-
-
-def parse_split(text: str) -> Tuple[float, float, float]:
-    """Read a split such as `969,30,1`: the relative parts of training, validation and test.
-
-    Args:
-        text: three numbers, not negative, separated by commas; blanks around them do not matter.
-
-    Returns:
-        The three numbers as written (not normalised).
-
-    Raises:
-        ConfigError: naming the text, if it is anything else or all parts are zero.
-    """
-    remedy = "give three numbers for training, validation and test, not negative and not all zero, such as 969,30,1"
-    try:
-        parts = [float(part) for part in text.split(",")]
-    except ValueError:
-        parts = []
-    if len(parts) != 3 or not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) == 0:
-        raise ConfigError(f"data.split = {text!r}: not a split; {remedy}")
-    return parts[0], parts[1], parts[2]
 
 
 @dataclass
@@ -57,10 +36,15 @@ class DataConfig(Section):
     row of sequence_length ids on each line, {"input_ids": [...], "labels": [...]}; labels[t] is scored at position t
     itself, -100 = no loss; with "feedback": [0 or 1, ...] the row says what is fed back. It needs no tokenizer."""
     paths: List[str] = field(default_factory=list)
-    """indexed: prefixes of the data sets, without .bin/.idx. Else .jsonl, .jsonl.gz or .jsonl.zst files, or folders of
-    them. Each at most once."""
+    """indexed: prefixes of the data sets, without .bin/.idx, or their manifests (.manifest.json), or patterns of either
+    (*, ?, [...]). Else .jsonl, .jsonl.gz or .jsonl.zst files, or folders of them. Each at most once."""
     weights: Optional[List[float]] = None
     """Blend weights, one for each path, positive; null = in proportion to the number of samples."""
+    sources: List[SourceConfig] = field(default_factory=list)
+    """indexed: a mixture, instead of paths and weights: [{name: web, paths: [...], weight: 0.7}, ...]."""
+    stages: List[StageConfig] = field(default_factory=list)
+    """Weights of the sources that change with the step: [{first_step: 0}, {first_step: 1000, weights: {web: 1}}];
+    empty = the same all the time."""
     split: str = "969,30,1"
     """Parts of the documents (or conversations or rows, in the order of the files) for training, validation and
     test."""
@@ -70,7 +54,8 @@ class DataConfig(Section):
     chat_template: Optional[str] = None
     """Jinja file that renders conversations; null = the tokenizer's own template or, if it has none, a plain one."""
     cache_dir: Optional[str] = None
-    """Folder for data set indices and what JSON Lines hold, seen by all processes; null = <run.dir>/data_cache."""
+    """Folder for data set indices and what JSON Lines hold, shared by all processes, or on a disk of each node, whose
+    first process then fills it; null = <run.dir>/data_cache."""
     mmap: bool = True
     """Memory-map the .bin files."""
     num_workers: Optional[int] = None
@@ -96,6 +81,8 @@ class DataConfig(Section):
             self._split_rules(rules)
         if rules.usable("format"):
             self._format_rules(rules)
+        if rules.usable("sources", "stages", "split"):
+            self._source_rules(rules)
         if rules.usable("reset_attention_mask", "reset_position_ids") and self.reset_position_ids:
             why = "equal positions of several documents in one row cannot be told apart by attention"
             remedy = "set data.reset_attention_mask to true, or this to false"
@@ -138,6 +125,23 @@ class DataConfig(Section):
         elif not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
             remedy = "give finite weights above 0, and leave out the path of a source that is not wanted"
             rules.add("weights", "a weight is zero, negative or not a finite number", remedy)
+
+    def _source_rules(self, rules: Rules) -> None:
+        """Sources are the one of two ways to name data sets, and stages belong to them."""
+        if not self.sources:
+            if self.stages:
+                rules.problems.append(
+                    "data.stages: there are no sources; name them in data.sources, or leave stages out"
+                )
+            return
+        for name in ("paths", "weights"):
+            if rules.usable(name) and getattr(self, name):
+                rules.add(name, "data.sources is set, too", "use one of the two ways, and leave the other empty")
+        if rules.usable("format") and self.format != "indexed":
+            why = f"only indexed data sets are mixed, and data.format is {self.format!r}"
+            rules.problems.append(f"data.sources: {why}; name the files in data.paths")
+        found = source_problems(self.sources, self.split)
+        rules.problems += found or stage_problems(self.stages, self.sources, self.split)
 
     def _split_rules(self, rules: Rules) -> None:
         """The split can be read and leaves something to train on."""

@@ -49,7 +49,7 @@ def cached_folder(
             yield ""
         digest.update(content.digest())
     folder = Path(cache) / f"{kind}-{digest.hexdigest()[:16]}"
-    if not _is_whole(folder):
+    if not is_whole(folder):
         yield from _build(folder, write)
     yield str(folder)
 
@@ -73,11 +73,12 @@ def read_array(path: Path, dtype: str, mmap: bool) -> numpy.ndarray:
 def unreadable(folder: str, error: Exception) -> DataError:
     """What to raise where a process cannot read a folder that the first one has named."""
     return DataError(
-        f"cache {folder}: cannot be read here ({error}); data.cache_dir must be a folder that all processes share"
+        f"cache {folder}: cannot be read here ({error}); data.cache_dir must be a folder that all processes share, or "
+        "a disk of their node"
     )
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Whether a folder is there and its files have the sizes that they should have."""
     if not folder.is_dir():
         return False
@@ -101,12 +102,12 @@ def _build(folder: Path, write: Callable[[Path], Iterable[Any]]) -> Iterator[str
     try:
         for _ in write(staging):
             yield ""
-        if folder.exists() and not _is_whole(folder):
+        if folder.exists() and not is_whole(folder):
             shutil.rmtree(folder)
         if not folder.exists():
             os.rename(staging, folder)
     except OSError as error:
-        if not _is_whole(folder):  # else another run was faster
+        if not is_whole(folder):  # else another run was faster
             raise DataError(f"cache {folder}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)

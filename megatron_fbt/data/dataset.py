@@ -1,31 +1,32 @@
 """Rows of tokens for training and validation: Megatron-Core's data sets, split by documents and blended by weight."""
 
-import hashlib
 import logging
 import math
 import os
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Tuple, Union
+from pathlib import Path
+from typing import Callable, Iterator, List, Optional, Sequence, Union
 
 import numpy
 import torch
 
 from megatron_fbt.config.data import parse_split
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.data.cache_folder import is_whole
 from megatron_fbt.data.conversations import open_conversations, prepare_conversations
-from megatron_fbt.data.first_rank import first_rank_first, from_first_rank, is_first_rank
-from megatron_fbt.data.indexed import check_ids, check_indexed, quiet_megatron
+from megatron_fbt.data.data_plan import DataPlan, plan_of_blend
+from megatron_fbt.data.first_rank import first_rank_first, from_first_rank, is_first_rank, on_other_nodes
+from megatron_fbt.data.indexed import check_ids, quiet_megatron
 from megatron_fbt.data.labelled import LabelledRows, labelled_rows, open_labelled, prepare_labelled
 from megatron_fbt.data.packing import PackedRows, conversation_rows
-from megatron_fbt.data.splits import document_ranges
+from megatron_fbt.data.streams import TRAIN, VALID, Stream, find_prefixes, open_stream
 from megatron_fbt.errors import ConfigError, DataError
 
 with quiet_megatron():
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
-    from megatron_fbt.data.index_cache import CachedBlendedDataset, CachedGPTDataset
+    from megatron_fbt.data.index_cache import CachedBlendedDataset, CachedGPTDataset, IndexConfig, IndexLog
+    from megatron_fbt.data.source_rows import cache_folder, index_config, source_rows
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,15 @@ class Rows(torch.utils.data.Dataset):
         try:
             row = self._dataset[index]
         except OSError as error:
-            raise DataError(f"{self._name} row {index}: cannot be read: {error}") from error
-        check_ids(row["tokens"], self._vocab_size, f"of the {self._name} row {index}")
-        check_ids(row["labels"][-1:], self._vocab_size, f"of the {self._name} row {index}")
+            raise DataError(f"{self._name} row {index}{self._of(index)}: cannot be read: {error}") from error
+        for ids in (row["tokens"], row["labels"][-1:]):
+            if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
+                check_ids(ids, self._vocab_size, f"of the {self._name} row {index}{self._of(index)}")
         return {name: row[name] for name in ("tokens", "labels", "loss_mask")}
+
+    def _of(self, index: int) -> str:
+        """Where a row is from, if the data set can tell."""
+        return f", {self._dataset.where(index)}" if hasattr(self._dataset, "where") else ""
 
 
 @dataclass
@@ -67,26 +73,18 @@ class Datasets:
 
     train: Union[Rows, PackedRows, LabelledRows]
     valid: Union[Rows, PackedRows, LabelledRows, None]
+    plan: Optional[DataPlan] = None
+    """What training reads of each source; None where the data come from JSON Lines."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """One data set of the blend.
-
-    Attributes:
-        prefix: Path without .bin and .idx.
-        indexed: The opened files.
-        cache: Folder for its indices, named by its content.
-        weight: As configured; None = in proportion to the tokens.
-    """
-
-    prefix: str
-    indexed: IndexedDataset
-    cache: str
-    weight: Optional[float]
-
-
-def build_datasets(config: PretrainConfig, tokenizer, train_samples: int, valid_samples: int) -> Datasets:
+def build_datasets(
+    config: PretrainConfig,
+    tokenizer,
+    train_samples: int,
+    valid_samples: int,
+    stage_samples: Sequence[int] = (),
+    log: Optional[IndexLog] = None,
+) -> Datasets:
     """Build the rows for training and validation; to be called by all ranks if there is a process group.
 
     The order of the rows depends on run.seed, the data section and the number of samples. Training repeats the
@@ -94,18 +92,21 @@ def build_datasets(config: PretrainConfig, tokenizer, train_samples: int, valid_
     each stretch of ``sequence_length`` tokens, and sample numbers beyond its end start again.
 
     Args:
-        config: Sections data and run are used, and the resolved model.vocab_size.
+        config: Sections data and run are used, training for stages, and the resolved model.vocab_size.
         tokenizer: The tokenizer that made the data.
         train_samples: Rows of the whole run.
         valid_samples: Rows of one evaluation; 0 = no validation.
+        stage_samples: See mixture.make_mixture.
+        log: Takes down which entries of the index cache were built and which found.
 
     Raises:
-        ConfigError: Paths, weights or split cannot work.
+        ConfigError: Paths, weights, split, budgets or epochs cannot work.
         DataError: A file is missing, damaged or made with another tokenizer, or there is nothing to train on. On all
             ranks, if there is a process group.
     """
-    paths, weights = config.data.paths, blend_weights(config.data.paths, config.data.weights)
-    parts = parse_split(config.data.split)
+    if not config.data.sources:
+        blend_weights(config.data.paths, config.data.weights)
+    parse_split(config.data.split)
     if train_samples < 1:
         raise ConfigError(f"the run has {train_samples} training samples; training needs at least one step")
     if config.data.format == "labelled":
@@ -114,18 +115,47 @@ def build_datasets(config: PretrainConfig, tokenizer, train_samples: int, valid_
     if config.data.format == "conversations":
         return _build_conversations(config, tokenizer, train_samples, valid_samples)
 
-    def build() -> Datasets:
-        sources = [_open(config, tokenizer, prefix, weight) for prefix, weight in zip(paths, weights, strict=True)]
-        builder = _SplitBuilder(config, tokenizer, sources, parts)
-        return Datasets(builder.train(train_samples), builder.valid(valid_samples))
+    def build(builds: bool) -> Datasets:
+        if config.data.sources:
+            found = source_rows(config, tokenizer, train_samples, valid_samples, stage_samples, builds, log)
+            vocab_size, length = tokenizer.vocab_size, config.data.sequence_length
+            train = Rows(found.train, length, vocab_size, Split.train.name)
+            valid = None if found.valid is None else Rows(found.valid, length, vocab_size, Split.valid.name)
+            return Datasets(train, valid, found.plan)
+        builder = _SplitBuilder(config, tokenizer, open_paths(config, tokenizer), builds, log)
+        train = builder.train(train_samples)
+        return Datasets(train, builder.valid(valid_samples), builder.plan(train_samples))
 
     return first_rank_first(build)
 
 
-def _build_conversations(config: PretrainConfig, tokenizer, train_samples: int, valid_samples: int) -> Datasets:
-    folder = from_first_rank(lambda: prepare_conversations(config.data, _cache_folder(config), tokenizer))
+def open_paths(config: PretrainConfig, tokenizer) -> List[Stream]:
+    """A stream for each entry of data.paths.
 
-    def build() -> Datasets:
+    Raises:
+        DataError: See streams.open_stream.
+    """
+    data, split = config.data, parse_split(config.data.split)
+    weights = blend_weights(data.paths, data.weights)
+    return [
+        open_stream(
+            path,
+            find_prefixes(path, [path], tokenizer),
+            split,
+            cache_folder(config),
+            data.mmap,
+            tokenizer.vocab_size,
+            weight,
+            check=is_first_rank(),
+        )
+        for path, weight in zip(data.paths, weights, strict=True)
+    ]
+
+
+def _build_conversations(config: PretrainConfig, tokenizer, train_samples: int, valid_samples: int) -> Datasets:
+    folder = _prepare(lambda: prepare_conversations(config.data, cache_folder(config), tokenizer))
+
+    def build(_: bool) -> Datasets:
         conversations = open_conversations(folder, config.data.mmap)
         seed, pad = config.run.seed, tokenizer.eod
         return Datasets(*conversation_rows(config.data, conversations, train_samples, valid_samples, pad, seed))
@@ -134,13 +164,19 @@ def _build_conversations(config: PretrainConfig, tokenizer, train_samples: int, 
 
 
 def _build_labelled(config: PretrainConfig, train_samples: int, valid_samples: int) -> Datasets:
-    folder = from_first_rank(lambda: prepare_labelled(config.data, _cache_folder(config), config.model.vocab_size))
+    folder = _prepare(lambda: prepare_labelled(config.data, cache_folder(config), config.model.vocab_size))
 
-    def build() -> Datasets:
+    def build(_: bool) -> Datasets:
         source = open_labelled(folder, config.data.mmap)
         return Datasets(*labelled_rows(config.data, source, train_samples, valid_samples, config.run.seed))
 
     return first_rank_first(build)
+
+
+def _prepare(work: Callable[[], Iterator[str]]) -> str:
+    folder = from_first_rank(work)
+    on_other_nodes(lambda: not is_whole(Path(folder)), work)
+    return folder
 
 
 def blend_weights(paths: Sequence[str], weights: Optional[Sequence[float]]) -> List[Optional[float]]:
@@ -162,124 +198,75 @@ def blend_weights(paths: Sequence[str], weights: Optional[Sequence[float]]) -> L
 
 
 class _SplitBuilder:
-    """Builds the rows of each split from the opened sources."""
+    """Builds the rows of each split from the streams of data.paths."""
 
-    def __init__(self, config: PretrainConfig, tokenizer, sources: List[_Source], parts: Sequence[float]):
-        self._config = config
-        self._tokenizer = tokenizer
-        self._sources = sources
-        self._parts = parts
+    def __init__(
+        self, config: PretrainConfig, tokenizer, streams: List[Stream], builds: bool, log: Optional[IndexLog] = None
+    ):
+        self._config, self._tokenizer, self._streams = config, tokenizer, streams
+        self._builds, self._log = builds, log
         self._length = config.data.sequence_length
 
     def train(self, samples: int) -> Rows:
-        for source in self._sources:
-            if self._tokens(source, Split.train) < 2:
+        for stream in self._streams:
+            if stream.tokens(TRAIN) < 2:
                 raise DataError(
-                    f"data set {source.prefix}: data.split {self._config.data.split} gives training "
-                    f"{self._documents(source, Split.train)} of its {len(source.indexed)} documents and fewer than two "
+                    f"data set {stream.name}: data.split {self._config.data.split} gives training "
+                    f"{stream.documents(TRAIN)} of its {len(stream)} documents and fewer than two "
                     "tokens; give training a larger part or leave the data set out"
                 )
-        total = sum(self._tokens(source, Split.train) for source in self._sources)
+        total = sum(stream.tokens(TRAIN) for stream in self._streams)
         if total <= self._length and is_first_rank():
             logger.warning("%d tokens of training data do not fill a row of %d: rows repeat them", total, self._length)
-        return self._rows(self._sources, Split.train, samples)
+        return self._rows(self._streams, Split.train, samples)
 
     def valid(self, samples: int) -> Optional[Rows]:
         if samples < 1:
             return None
-        sources = [source for source in self._sources if self._tokens(source, Split.valid) > self._length]
-        for source in self._sources:
-            if source not in sources and is_first_rank():
+        streams = [stream for stream in self._streams if stream.tokens(VALID) > self._length]
+        for stream in self._streams:
+            if stream not in streams and is_first_rank():
                 logger.info(
                     "data set %s has no part in validation: data.split %s gives it %d documents with %d tokens, and a "
                     "row needs %d",
-                    source.prefix,
+                    stream.name,
                     self._config.data.split,
-                    self._documents(source, Split.valid),
-                    self._tokens(source, Split.valid),
+                    stream.documents(VALID),
+                    stream.tokens(VALID),
                     self._length + 1,
                 )
-        if not sources and is_first_rank():
+        if not streams and is_first_rank():
             logger.warning("validation is off: data.split %s leaves no row for it", self._config.data.split)
-        if not sources:
+        if not streams:
             return None
-        available = sum((self._tokens(source, Split.valid) - 1) // self._length for source in sources)
-        return self._rows(sources, Split.valid, min(samples, available))
+        available = sum((stream.tokens(VALID) - 1) // self._length for stream in streams)
+        return self._rows(streams, Split.valid, min(samples, available))
 
-    def _rows(self, sources: List[_Source], split: Split, samples: int) -> Rows:
-        dataset = self._blend(sources, split, samples) if len(sources) > 1 else self._one(sources[0], split, samples)
+    def plan(self, samples: int) -> DataPlan:
+        """What training reads of each stream."""
+        return plan_of_blend(self._streams, self._weights(self._streams, TRAIN), samples, self._length)
+
+    def _rows(self, streams: List[Stream], split: Split, samples: int) -> Rows:
+        dataset = self._blend(streams, split, samples) if len(streams) > 1 else self._one(streams[0], split, samples)
         return Rows(dataset, self._length, self._tokenizer.vocab_size, split.name)
 
-    def _blend(self, sources: List[_Source], split: Split, samples: int) -> CachedBlendedDataset:
-        weights = [float(source.weight or self._tokens(source, split)) for source in sources]
+    def _weights(self, streams: List[Stream], place: int) -> List[float]:
+        return [float(stream.weight or stream.tokens(place)) for stream in streams]
+
+    def _blend(self, streams: List[Stream], split: Split, samples: int) -> CachedBlendedDataset:
+        weights = self._weights(streams, split.value)
         total = sum(weights)
         # The blend always draws from the source that lags most, so none gets more than its share rounded up.
         rows = [
-            self._one(source, split, int(samples * w / total) + 2) for source, w in zip(sources, weights, strict=True)
+            self._one(stream, split, int(samples * w / total) + 2) for stream, w in zip(streams, weights, strict=True)
         ]
-        config = self._megatron_config(sources[0], os.path.dirname(sources[0].cache))
+        config = self._index_config(streams[0], os.path.dirname(streams[0].cache))
         return CachedBlendedDataset(rows, [weight / total for weight in weights], samples, config)
 
-    def _one(self, source: _Source, split: Split, samples: int) -> CachedGPTDataset:
-        first, end = self._range(source, split)
-        documents = numpy.arange(first, end, dtype=numpy.int32)
-        config = self._megatron_config(source, source.cache)
-        return CachedGPTDataset(source.indexed, source.prefix, documents, samples, split, config)
+    def _one(self, stream: Stream, split: Split, samples: int) -> CachedGPTDataset:
+        documents = numpy.arange(*stream.range(split.value), dtype=numpy.int32)
+        config = self._index_config(stream, stream.cache)
+        return CachedGPTDataset(stream.dataset, stream.name, documents, samples, split, config)
 
-    def _megatron_config(self, source: _Source, cache: str) -> GPTDatasetConfig:
-        total = sum(self._parts)
-        return GPTDatasetConfig(
-            random_seed=self._config.run.seed % 2**32,
-            sequence_length=self._length,
-            blend=([source.prefix], None),
-            split=",".join(f"{part / total:.12f}" for part in self._parts),
-            path_to_cache=cache,
-            mmap_bin_files=self._config.data.mmap,
-            tokenizer=self._tokenizer,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=self._config.data.eod_mask_loss,
-            create_attention_mask=False,
-        )
-
-    def _range(self, source: _Source, split: Split) -> Tuple[int, int]:
-        return document_ranges(self._parts, len(source.indexed))[split.value]
-
-    def _documents(self, source: _Source, split: Split) -> int:
-        first, end = self._range(source, split)
-        return end - first
-
-    def _tokens(self, source: _Source, split: Split) -> int:
-        first, end = self._range(source, split)
-        return int(source.indexed.sequence_lengths[first:end].sum(dtype=numpy.int64))
-
-
-def _cache_folder(config: PretrainConfig) -> str:
-    return config.data.cache_dir or os.path.join(config.run.dir, "data_cache")
-
-
-def _open(config: PretrainConfig, tokenizer, prefix: str, weight: Optional[float]) -> _Source:
-    if is_first_rank():
-        check_indexed(prefix, tokenizer.vocab_size)
-    cache = _cache_folder(config)
-    try:
-        indexed = IndexedDataset(prefix, multimodal=False, mmap=config.data.mmap)
-        return _Source(prefix, indexed, os.path.join(cache, _fingerprint(prefix)), weight)
-    except (OSError, AssertionError) as error:
-        raise DataError(f"data set {prefix}: cannot be opened: {error}") from error
-
-
-def _fingerprint(prefix: str) -> str:
-    """A name for the content of a data set: sizes of both files and up to 64 MiB of the index, spread over it.
-
-    Indices cached for older data of the same path are so never used.
-    """
-    step = 1 << 20
-    sizes = [os.path.getsize(f"{prefix}{ending}") for ending in (".bin", ".idx")]
-    digest = hashlib.sha256(repr(sizes).encode())
-    blocks = -(-sizes[1] // step)
-    with open(f"{prefix}.idx", "rb") as stream:
-        for block in sorted({i * (blocks - 1) // 63 for i in range(64)}):
-            stream.seek(block * step)
-            digest.update(stream.read(step))
-    return digest.hexdigest()[:16]
+    def _index_config(self, stream: Stream, cache: str) -> IndexConfig:
+        return index_config(self._config, self._tokenizer, stream, cache, self._builds, self._log)

@@ -170,9 +170,13 @@ def test_every_number_field_is_in_the_tables():
     tables = (POSITIVE_INTEGERS, NUMBERS_ABOVE_ZERO, NUMBERS_FROM_ZERO, FRACTIONS_BELOW_ONE, SWITCHES, CHOICES)
     covered = {f"{section}.{field}" for section, field, _ in REFUSED}
     assert all(f"{section}.{field}" in covered for table in tables for section, field, _ in cases(table, 0))
-    accepted_as_they_are = {"data.weights", "data.cache_dir", "feedback.loss_weights.per_pass"} | {
-        "optimizer.deepspeed_config"
-    }
+    accepted_as_they_are = {
+        "data.weights",
+        "data.sources",
+        "data.stages",
+        "data.cache_dir",
+        "feedback.loss_weights.per_pass",
+    } | {"optimizer.deepspeed_config"}
     assert leaf_fields(PretrainConfig(), "") - covered == accepted_as_they_are
 
 
