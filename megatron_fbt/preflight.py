@@ -22,9 +22,10 @@ from megatron_fbt.errors import ConfigError, FBTError
 from megatron_fbt.slurm.job import PreflightConfig
 from megatron_fbt.slurm.judge import describe, judge
 from megatron_fbt.slurm.meeting import Meeting
-from megatron_fbt.slurm.node_facts import NodeFacts, node_name, own_facts
+from megatron_fbt.slurm.node_facts import NodeFacts, own_facts
 from megatron_fbt.slurm.nodes import node_names
 from megatron_fbt.slurm.requeue import BAD_NODE
+from megatron_fbt.training.machine import node_name
 from megatron_fbt.training.metrics import json_ready
 
 EXAMPLE = """example:

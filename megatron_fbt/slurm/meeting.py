@@ -10,7 +10,8 @@ from typing import Callable, List, Optional, Tuple
 import torch
 import torch.distributed as dist
 
-from megatron_fbt.slurm.node_facts import NodeFacts, median_seconds
+from megatron_fbt.slurm.node_facts import NodeFacts
+from megatron_fbt.training.machine import median_seconds
 
 MEGABYTES = {"cpu": 4, "cuda": 256}
 """10^6 bytes of what is sent to a neighbour and reduced."""

@@ -1,17 +1,15 @@
 """What one node finds out about itself for the preflight."""
 
-import os
 import platform
 import shutil
-import socket
-import statistics
-import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Callable, Dict, List, Optional
+from typing import Dict, List, Optional
 
 import torch
+
+from megatron_fbt.training.machine import matmul_tflops, node_name
 
 PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 MATMUL_SIZE = {"cpu": 512, "cuda": 8192}
@@ -41,11 +39,6 @@ class NodeFacts:
     """10^9 bytes per second of an all-reduce over all nodes: its bytes over its duration."""
 
 
-def node_name() -> str:
-    """As SLURM calls it."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def versions() -> Dict[str, str]:
     """Of what must be equal on all nodes."""
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
@@ -57,37 +50,6 @@ def versions() -> Dict[str, str]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
     return found
-
-
-def matmul_tflops(device: torch.device, size: int, repeats: int) -> float:
-    """Speed of a device: 10^12 operations per second in the median of some products, in bf16 on a GPU.
-
-    Args:
-        device: to measure.
-        size: rows and columns of the matrices.
-        repeats: products, besides a first one that does not count.
-    """
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    left = torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / median_seconds(lambda: left @ left, device, repeats) / 1e12
-
-
-def median_seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median duration of an action, until the device has done it.
-
-    Args:
-        action: to time.
-        device: that it keeps busy.
-        repeats: times that count, after a first one that does not.
-    """
-    durations = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        durations.append(time.perf_counter() - began)
-    return statistics.median(durations[1:])
 
 
 def own_facts(run_dir: Path, mark: Path) -> NodeFacts:

@@ -155,9 +155,7 @@ def restart_count(environment: Mapping[str, str]) -> int:
     """
     text = environment.get("SLURM_RESTART_COUNT") or "0"
     if not text.isdecimal():
-        raise ConfigError(
-            f"SLURM_RESTART_COUNT = {text!r}: not a whole number; unset it, SLURM sets it itself"
-        )
+        raise ConfigError(f"SLURM_RESTART_COUNT = {text!r}: not a whole number; unset it, SLURM sets it itself")
     return int(text)
 
 

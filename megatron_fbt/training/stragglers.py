@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_fbt.config.logging import LoggingConfig
 from megatron_fbt.core.parallel import Layout
-from megatron_fbt.slurm.node_facts import matmul_tflops, node_name
+from megatron_fbt.training.machine import matmul_tflops, node_name
 
 SIZE = {"cpu": 256, "cuda": 2048}
 """Rows and columns of the matrices: well below a millisecond."""
