@@ -43,6 +43,7 @@ setup(
         "zero": ["deepspeed>=0.19.8"],
         "hf": ["accelerate>=1.2", "peft>=0.15"],
         "eval": ["lm-eval>=0.4.13,<0.5", "datasets>=2.16"],
+        "data": ["pyarrow>=15", "tiktoken>=0.8"],
         "plots": ["matplotlib>=3.9"],
         "dev": [
             "pytest>=8.0",
@@ -56,6 +57,8 @@ setup(
             "lm-eval>=0.4.13,<0.5",
             "datasets>=2.16",
             "deepspeed>=0.19.8",
+            "pyarrow>=15",
+            "tiktoken>=0.8",
         ],
     },
     entry_points={"console_scripts": ["megatron-fbt-pretrain=megatron_fbt.pretrain:main"]},

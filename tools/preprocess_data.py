@@ -23,8 +23,12 @@ def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, help="files (.jsonl, .jsonl.gz, .jsonl.zst) or folders")
     parser.add_argument("--output", required=True, help="prefix of the output files; with several keys PREFIX_KEY")
-    parser.add_argument("--tokenizer_type", choices=("sentencepiece", "huggingface"), default="sentencepiece")
-    parser.add_argument("--tokenizer_path", required=True, help="SentencePiece .model file or Hugging Face folder")
+    parser.add_argument(
+        "--tokenizer_type", choices=("sentencepiece", "huggingface", "tiktoken"), default="sentencepiece"
+    )
+    parser.add_argument(
+        "--tokenizer_path", required=True, help="SentencePiece .model file, Hugging Face folder or NAME.tiktoken"
+    )
     parser.add_argument("--json_key", nargs="+", default=["text"], help="keys of the texts, one output for each")
     parser.add_argument(
         "--input_format", choices=("jsonl", "files"), default="jsonl", help="files: each file is one document"

@@ -14,9 +14,9 @@ from megatron_fbt.errors import ConfigError
 class TokenizerConfig(Section):
     """Where token ids come from."""
 
-    type: Literal["sentencepiece", "huggingface"] = "sentencepiece"
+    type: Literal["sentencepiece", "huggingface", "tiktoken"] = "sentencepiece"
     path: Optional[str] = None
-    """SentencePiece .model file, or a folder with Hugging Face tokenizer files."""
+    """SentencePiece .model file, Hugging Face folder, or NAME.tiktoken with NAME.tiktoken.json beside it."""
 
     def problems(self) -> List[str]:
         """See Section."""

@@ -14,6 +14,7 @@ from megatron_fbt.config.data import DataConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.data.chat import chat_template
 from megatron_fbt.data.huggingface_files import TOKENIZER_FILES
+from megatron_fbt.data.tiktoken_tokenizer import TIKTOKEN_FILE
 from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from megatron_fbt.errors import CheckpointError
@@ -61,6 +62,9 @@ def stored_path(checkpoint: Path, config: DataConfig) -> Optional[Path]:
         return None
     if config.tokenizer.type == "sentencepiece":
         path = checkpoint / SENTENCEPIECE_FILE
+        return path if path.is_file() else None
+    if config.tokenizer.type == "tiktoken":
+        path = checkpoint / TIKTOKEN_FILE
         return path if path.is_file() else None
     return checkpoint if any((checkpoint / name).is_file() for name in TOKENIZER_FILES[:2]) else None
 

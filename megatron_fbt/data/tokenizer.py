@@ -145,12 +145,18 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         DataError: The files are missing or are not a tokenizer of this type.
     """
     if not config.path:
-        raise ConfigError("data.tokenizer.path is not set: name a SentencePiece .model file or a Hugging Face folder")
+        raise ConfigError(
+            "data.tokenizer.path is not set: name a SentencePiece .model file, a Hugging Face folder or NAME.tiktoken"
+        )
     if config.type == "sentencepiece":
         return SentencePieceTokenizer(config.path)
     if config.type == "huggingface":
         return HuggingFaceTokenizer(config.path)
-    raise ConfigError(f"data.tokenizer.type is '{config.type}': use 'sentencepiece' or 'huggingface'")
+    if config.type == "tiktoken":
+        from megatron_fbt.data.tiktoken_tokenizer import TiktokenTokenizer
+
+        return TiktokenTokenizer(config.path)
+    raise ConfigError(f"data.tokenizer.type is '{config.type}': use 'sentencepiece', 'huggingface' or 'tiktoken'")
 
 
 class SentencePieceTokenizer(Tokenizer):

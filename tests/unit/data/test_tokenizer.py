@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import string
 
 import pytest
@@ -35,12 +36,13 @@ ANY_TEXT = st.lists(
 ).map("".join)
 
 
-@pytest.fixture(scope="module", params=["sentencepiece", "huggingface"])
-def pair(request, sentencepiece_model, huggingface_folder, tmp_path_factory):
+@pytest.fixture(scope="module", params=["sentencepiece", "huggingface", "tiktoken"])
+def pair(request, sentencepiece_model, huggingface_folder, tiktoken_file, tmp_path_factory):
     """A tokenizer and what transformers loads from its export."""
     from transformers import AutoTokenizer
 
-    path = {"sentencepiece": sentencepiece_model, "huggingface": huggingface_folder}[request.param]
+    paths = {"sentencepiece": sentencepiece_model, "huggingface": huggingface_folder, "tiktoken": tiktoken_file}
+    path = paths[request.param]
     tokenizer = build_tokenizer(TokenizerConfig(type=request.param, path=str(path)))
     folder = tmp_path_factory.mktemp("export")
     tokenizer.save_for_huggingface(folder)
@@ -86,6 +88,16 @@ def test_sizes_and_end_token_agree_with_the_export(pair):
 def test_batches_equal_single_texts(pair):
     tokenizer, _ = pair
     assert tokenizer.tokenize_batch(TEXTS) == [tokenizer.tokenize(text) for text in TEXTS]
+
+
+def test_what_workers_get_encodes_alike_in_their_place(pair):
+    tokenizer, _ = pair
+    encoder = pickle.loads(pickle.dumps(tokenizer.text_encoder()))
+    ids, lengths = encoder.tokenize_flat(TEXTS)
+    expected = tokenizer.tokenize_batch(TEXTS)
+    assert ids.tolist() == sum(expected, []) and lengths.tolist() == list(map(len, expected))
+    assert (encoder.vocab_size, encoder.eod) == (tokenizer.vocab_size, tokenizer.eod)
+    assert [part.size for part in encoder.tokenize_flat([])] == [0, 0]
 
 
 def test_whole_sources_come_back_and_the_export_agrees(pair, source_folder):
@@ -140,7 +152,7 @@ def test_foreign_models_work_but_are_not_exported_wrongly(tmp_path, model_type):
     assert not (tmp_path / "export").exists()
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "tiktoken"])
 def test_missing_and_broken_files_are_named(tmp_path, kind):
     with pytest.raises(ConfigError, match="data.tokenizer.path"):
         build_tokenizer(TokenizerConfig(type=kind, path=None))
