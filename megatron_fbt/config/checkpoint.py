@@ -9,6 +9,8 @@ DATA_FIELDS = (
     "data.format",
     "data.paths",
     "data.weights",
+    "data.sources",
+    "data.stages",
     "data.split",
     "data.sequence_length",
     "data.tokenizer",
@@ -37,8 +39,8 @@ class CheckpointConfig(Section):
     """auto: go on from the checkpoint that `latest` names, or if that is damaged, from the complete one before; without
     any, start a new run. must: the same, but without any it is an error. never: start a new run in a new folder."""
     allow_changes: List[str] = field(default_factory=list)
-    """Data fields that a resumed run may have otherwise than before: data.format, data.paths, data.weights, data.split,
-    data.sequence_length, data.tokenizer, run.seed."""
+    """Data fields that a resumed run may have otherwise than before: data.format, data.paths, data.weights,
+    data.sources, data.stages, data.split, data.sequence_length, data.tokenizer, run.seed."""
     lease_seconds: float = 60.0
     """Seconds after which a run folder is free again when the run that holds it stops to renew its lease."""
     verify_on_load: bool = True

@@ -7,6 +7,7 @@ from megatron_fbt.config.deepspeed import ZERO_STAGES, deepspeed_settings, shard
 from megatron_fbt.config.pipeline_split import split_problems
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import raise_problems
+from megatron_fbt.data.mixture import mixture_problems
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
 
@@ -28,6 +29,7 @@ def validate_config(
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
     problems = layout_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
     problems += sharding_problems(config)
+    problems += mixture_problems(config, run_length(config.training, config.data.sequence_length)[1])
     world_size = world_size or config.parallel.world_size
     if world_size is not None:
         problems += _world_problems(config, world_size, phase_start_steps)
@@ -43,7 +45,7 @@ def validate_for_training(config: PretrainConfig) -> None:
         ConfigError: if data or tokenizer are not named.
     """
     problems = []
-    if not config.data.paths:
+    if not config.data.paths and not config.data.sources:
         problems.append("data.paths = []: no data set; give the prefix of a .bin/.idx pair, e.g. --data.paths=[corpus]")
     if config.data.format == "labelled" and config.data.tokenizer.path is None:
         if config.model.vocab_size is None:

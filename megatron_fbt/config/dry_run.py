@@ -19,17 +19,26 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     Raises:
         CheckpointError: if the run folder's checkpoints cannot be read.
         ConfigError: if Megatron-Core's version is not supported or the vocabulary is not known.
-        DataError: if the tokenizer cannot be read.
+        DataError: if the tokenizer cannot be read, or training finds too little in its data.
     """
     check_megatron_core_version()
     world_size = resolve_world_size(config, os.environ, dry_run=True)
+    from megatron_fbt.training.fingerprint import stage_samples
     from megatron_fbt.training.resume import find_resume_point
     from megatron_fbt.training.run_folder import steps_and_samples, stored_phase_starts
 
     checkpoint = find_resume_point(config).checkpoint
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
     plan = make_plan(config, world_size, planned_vocab_size(config), phase_starts, steps_and_samples(checkpoint))
-    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.describe())
+    from megatron_fbt.data.forecast import forecast
+
+    data, notes = forecast(config, plan.train_samples, stage_samples(config, checkpoint))
+    if options.json:
+        print(json.dumps({**plan.as_dict(), "data": data and data.as_dict(), "data_notes": notes}, indent=2))
+        return
+    print(plan.describe())
+    print("\n".join([*(["", data.describe()] if data else []), *(f"note: {note}" for note in notes)]), end="")
+    print("\n" if data or notes else "", end="")
 
 
 def planned_vocab_size(config: PretrainConfig) -> int:

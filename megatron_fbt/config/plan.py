@@ -197,6 +197,12 @@ def _unreached(config: PretrainConfig, starts: Sequence[int], steps: int) -> Lis
     first = step_at_fraction(z_loss.from_fraction, steps)
     if z_loss.coefficient > 0 and not (first < steps and z_loss.coefficient_at(first, steps)):
         notes.append(f"training.z_loss is never active: its window holds none of the {steps:,} steps")
+    for index, stage in enumerate(config.data.stages):
+        if stage.first_step >= steps:
+            notes.append(
+                f"data.stages[{index}] is never reached: it begins after step {stage.first_step:,}, and the run ends "
+                f"after step {steps:,}"
+            )
     window, length = config.model.sliding_window, config.data.sequence_length
     if window is not None and window >= length:
         notes.append(f"model.sliding_window = {window:,} changes nothing in rows of {length:,} tokens")
@@ -222,7 +228,7 @@ def _notes(config: PretrainConfig) -> List[str]:
             "optimizer.type is muon, which makes a step of full length of any momentum: one-pass batches after "
             "the first multi-pass one move the fusion layer on along its last gradients; take them out of the schedule"
         )
-    if not config.data.paths:
+    if not config.data.paths and not config.data.sources:
         notes.append("data.paths is empty: training needs it")
     if config.data.tokenizer.path is None and config.data.format != "labelled":
         notes.append("data.tokenizer.path is null: training needs it")

@@ -12,14 +12,14 @@ FILE = "data_plan.json"
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What training reads of one source."""
+    """What training reads of one source; None where the data are not there to be counted."""
 
     name: str
-    pairs: int
+    pairs: Optional[int]
     """.bin/.idx pairs."""
-    documents: int
+    documents: Optional[int]
     """For training."""
-    epoch_tokens: int
+    epoch_tokens: Optional[int]
     """Tokens of these documents."""
     rows: int
     """That the run reads."""
@@ -27,13 +27,13 @@ class SourcePlan:
     """That it reads, each time counted."""
     share: float
     """Of the run's rows."""
-    epochs: float
+    epochs: Optional[float]
     """tokens over epoch_tokens."""
     max_epochs: Optional[float]
-    tail_tokens: int
+    tail_tokens: Optional[int]
     """Tokens at the end of the last epoch that the run begins which fill no row, and are in none."""
-    valid_documents: int
-    valid_tokens: int
+    valid_documents: Optional[int]
+    valid_tokens: Optional[int]
     """Of its documents for validation."""
 
 
@@ -76,12 +76,9 @@ class DataPlan:
             [
                 source.name,
                 f"{source.share:.4%}",
-                f"{source.rows:,}",
-                f"{source.tokens:,}",
-                f"{source.epochs:.4f}",
-                f"{source.epoch_tokens:,}",
-                f"{source.documents:,}",
-                f"{source.tail_tokens:,}",
+                *map(_number, (source.rows, source.tokens)),
+                "-" if source.epochs is None else f"{source.epochs:.4f}",
+                *map(_number, (source.epoch_tokens, source.documents, source.tail_tokens)),
             ]
             for source in self.sources
         ]
@@ -94,6 +91,16 @@ class DataPlan:
             ]
             lines += ["", *_table(["stage from step", "rows", *names], stages)]
         return "\n".join(lines)
+
+
+def _number(value: Optional[int]) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def unknown_source(name: str, rows: int, samples: int, sequence_length: int, max_epochs: Optional[float]) -> SourcePlan:
+    """What training reads of a source whose data are not here; see source_plan."""
+    share, tokens = rows / samples, rows * sequence_length
+    return SourcePlan(name, None, None, None, rows, tokens, share, None, max_epochs, None, None, None)
 
 
 def source_plan(stream, rows: int, samples: int, sequence_length: int, max_epochs: Optional[float]) -> SourcePlan:

@@ -19,7 +19,8 @@ from megatron_fbt.data.first_rank import first_rank_first, from_first_rank, is_f
 from megatron_fbt.data.indexed import check_ids, quiet_megatron
 from megatron_fbt.data.labelled import LabelledRows, labelled_rows, open_labelled, prepare_labelled
 from megatron_fbt.data.packing import PackedRows, conversation_rows
-from megatron_fbt.data.streams import TRAIN, VALID, Stream, find_prefixes, open_stream
+from megatron_fbt.data.prefixes import find_prefixes
+from megatron_fbt.data.streams import TRAIN, VALID, Stream, open_stream
 from megatron_fbt.errors import ConfigError, DataError
 
 with quiet_megatron():
@@ -122,15 +123,20 @@ def build_datasets(
             train = Rows(found.train, length, vocab_size, Split.train.name)
             valid = None if found.valid is None else Rows(found.valid, length, vocab_size, Split.valid.name)
             return Datasets(train, valid, found.plan)
-        builder = _SplitBuilder(config, tokenizer, open_paths(config, tokenizer), builds, log)
+        builder = _SplitBuilder(config, tokenizer, open_paths(config, tokenizer, is_first_rank()), builds, log)
         train = builder.train(train_samples)
         return Datasets(train, builder.valid(valid_samples), builder.plan(train_samples))
 
     return first_rank_first(build)
 
 
-def open_paths(config: PretrainConfig, tokenizer) -> List[Stream]:
+def open_paths(config: PretrainConfig, tokenizer=None, check: bool = True) -> List[Stream]:
     """A stream for each entry of data.paths.
+
+    Args:
+        config: Without data.sources.
+        tokenizer: That made the data, if it is known.
+        check: See streams.open_stream.
 
     Raises:
         DataError: See streams.open_stream.
@@ -144,9 +150,9 @@ def open_paths(config: PretrainConfig, tokenizer) -> List[Stream]:
             split,
             cache_folder(config),
             data.mmap,
-            tokenizer.vocab_size,
+            None if tokenizer is None else tokenizer.vocab_size,
             weight,
-            check=is_first_rank(),
+            check,
         )
         for path, weight in zip(data.paths, weights, strict=True)
     ]

@@ -9,15 +9,16 @@ from typing import Any, Dict, List, Optional, Sequence
 import torch
 
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.config.sources import parse_split
-from megatron_fbt.data.data_plan import DataPlan, StagePlan, source_plan
+from megatron_fbt.config.sources import SourceConfig, parse_split
+from megatron_fbt.data.data_plan import DataPlan, StagePlan, source_plan, unknown_source
 from megatron_fbt.data.epochs import EpochRows
 from megatron_fbt.data.first_rank import is_first_rank
 from megatron_fbt.data.index_cache import IndexConfig, IndexLog
 from megatron_fbt.data.indexed import quiet_megatron
 from megatron_fbt.data.interleave import Interleaving, apportion
 from megatron_fbt.data.mixture import Mixture, Stage, make_mixture, trains
-from megatron_fbt.data.streams import TRAIN, VALID, Stream, find_prefixes, open_stream
+from megatron_fbt.data.prefixes import find_prefixes
+from megatron_fbt.data.streams import TRAIN, VALID, Stream, open_stream
 from megatron_fbt.errors import ConfigError, DataError
 
 with quiet_megatron():
@@ -109,29 +110,42 @@ def open_sources(config: PretrainConfig, tokenizer, check: bool) -> List[Stream]
     Raises:
         DataError: See streams.open_stream.
     """
-    data = config.data
-    return [
-        open_stream(
-            source.name,
-            find_prefixes(source.name, source.paths, tokenizer),
-            parse_split(source.split or data.split),
-            cache_folder(config),
-            data.mmap,
-            tokenizer.vocab_size,
-            check=check,
-        )
-        for source in data.sources
-    ]
+    return [open_source(config, source, tokenizer, check) for source in config.data.sources]
 
 
-def plan_of_mixture(config: PretrainConfig, streams: Sequence[Stream], mixture: Mixture) -> DataPlan:
+def open_source(config: PretrainConfig, source: SourceConfig, tokenizer=None, check: bool = True) -> Stream:
+    """The stream of one source.
+
+    Raises:
+        DataError: See streams.open_stream.
+    """
+    return open_stream(
+        source.name,
+        find_prefixes(source.name, source.paths, tokenizer),
+        parse_split(source.split or config.data.split),
+        cache_folder(config),
+        config.data.mmap,
+        None if tokenizer is None else tokenizer.vocab_size,
+        check=check,
+    )
+
+
+def plan_of_mixture(config: PretrainConfig, streams: Sequence[Optional[Stream]], mixture: Mixture) -> DataPlan:
     """What training reads of each source.
+
+    Args:
+        config: With data.sources.
+        streams: Of the sources; None where the data are not here.
+        mixture: Over the run.
 
     Raises:
         DataError: A source that training reads has fewer than two tokens for it.
     """
     length, sources = config.data.sequence_length, []
     for stream, source, rows in zip(streams, config.data.sources, mixture.rows, strict=True):
+        if stream is None:
+            sources.append(unknown_source(source.name, rows, mixture.samples, length, source.max_epochs))
+            continue
         if rows and stream.tokens(TRAIN) < 2:
             raise DataError(
                 f"data set {stream.name}: its split {source.split or config.data.split} gives training "
@@ -161,7 +175,7 @@ def check_epochs(plan: DataPlan) -> None:
     """
     problems = []
     for source in plan.sources:
-        if source.max_epochs is None or source.tokens <= source.max_epochs * source.epoch_tokens:
+        if None in (source.max_epochs, source.epoch_tokens) or source.tokens <= source.max_epochs * source.epoch_tokens:
             continue
         fits = math.floor(source.max_epochs * source.epoch_tokens / plan.sequence_length)
         problems.append(

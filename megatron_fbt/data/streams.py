@@ -1,25 +1,19 @@
 """One stream of documents from any number of .bin/.idx pairs: named, checked, opened as one data set."""
 
 import functools
-import glob
 import hashlib
-import logging
 import os
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
 import numpy
 
-from megatron_fbt.data.corpus_manifest import CorpusManifest, is_manifest, read_manifest
-from megatron_fbt.data.first_rank import is_first_rank
 from megatron_fbt.data.indexed import check_indexed, quiet_megatron
 from megatron_fbt.data.splits import document_ranges
 from megatron_fbt.errors import DataError
 
 with quiet_megatron():
     from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-logger = logging.getLogger(__name__)
 
 MOST_DOCUMENTS = 2**31 - 1
 """Megatron-Core numbers the documents of one data set with 32 bits."""
@@ -108,77 +102,13 @@ class Stream:
         return total
 
 
-def find_prefixes(name: str, paths: Sequence[str], tokenizer=None) -> List[str]:
-    """Prefixes of the pairs that some paths stand for, in order.
-
-    Args:
-        name: Of the source, for messages.
-        paths: Prefixes, manifests, and patterns of either; a pattern gives its pairs in sorted order.
-        tokenizer: If given, a manifest must be of one with the same ids.
-
-    Raises:
-        DataError: Nothing is found for a path, a pair is named twice, or a manifest is of another tokenizer.
-    """
-    found: List[str] = []
-    for path in paths:
-        for match in _matches(name, path):
-            if is_manifest(match):
-                manifest = read_manifest(match)
-                _check_manifest(manifest, tokenizer)
-                found += manifest.prefixes
-            else:
-                found.append(match)
-    seen = {}
-    for prefix in found:
-        real = os.path.realpath(prefix)
-        if real in seen:
-            raise DataError(f"data set {name}: the pair {prefix} is named twice by {', '.join(paths)}; name it once")
-        seen[real] = prefix
-    return found
-
-
-def _matches(name: str, path: str) -> List[str]:
-    """Manifests and prefixes for one path."""
-    if not glob.has_magic(path) or os.path.exists(f"{path}.idx"):
-        return [path]
-    files = sorted({*glob.glob(path), *glob.glob(f"{path}.bin")})
-    pairs = [file.removesuffix(".bin") for file in files if file.endswith(".bin")]
-    manifests = [file for file in files if is_manifest(file)]
-    if not pairs and not manifests:
-        raise DataError(
-            f"data set {name}: {path} matches no .bin file and no manifest; give a pattern such as data/part-*.bin"
-        )
-    if pairs and manifests:
-        raise DataError(
-            f"data set {name}: {path} matches pairs ({pairs[0]}, ...) and manifests ({manifests[0]}, ...) of perhaps "
-            "the same tokens; end the pattern with .bin or with .manifest.json"
-        )
-    return pairs or manifests
-
-
-def _check_manifest(manifest: CorpusManifest, tokenizer) -> None:
-    if tokenizer is None:
-        return
-    theirs, ours = (manifest.vocab_size, manifest.eod), (tokenizer.vocab_size, tokenizer.eod)
-    if theirs != ours:
-        raise DataError(
-            f"manifest {manifest.path}: its tokenizer has {theirs[0]} ids and the end-of-document token {theirs[1]}, "
-            f"data.tokenizer has {ours[0]} and {ours[1]}; it is not the tokenizer that the data set was made with"
-        )
-    if manifest.tokenizer != dict(tokenizer.unique_identifiers) and is_first_rank():
-        logger.warning(
-            "manifest %s: the files of its tokenizer are not those of data.tokenizer, though they have as many ids",
-            manifest.path,
-        )
-
-
 def open_stream(
     name: str,
     prefixes: Sequence[str],
     split: Tuple[float, float, float],
     cache: str,
     mmap: bool,
-    vocab_size: int,
+    vocab_size: Optional[int],
     weight: Optional[float] = None,
     check: bool = True,
 ) -> Stream:
@@ -190,7 +120,7 @@ def open_stream(
         split: Relative sizes of training, validation and test.
         cache: Folder of the index cache.
         mmap: Memory-map the .bin files.
-        vocab_size: Ids must be below it.
+        vocab_size: Ids must be below it; None = not known.
         weight: See Stream.
         check: Check the files first.
 

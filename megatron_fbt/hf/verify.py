@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from megatron_fbt.analysis.rows import indexed_rows
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.data.prefixes import indexed_pairs
 from megatron_fbt.errors import FBTError
 from megatron_fbt.hf.modeling_fbt import FBTForCausalLM
 from megatron_fbt.hf.native import native_logits
@@ -92,10 +93,10 @@ def choose_tokens(config: PretrainConfig, vocab_size: int, passes: int, eod: int
     """Validation rows of the run's data where these are still there, else random ids."""
     length = max(2, min(config.data.sequence_length, LENGTH, MOST_LOGITS // (passes * vocab_size)))
     rows = min(ROWS, max(1, MOST_LOGITS // (passes * vocab_size * length)))
-    for path in config.data.paths if config.data.format == "indexed" else ():
+    for path, split in indexed_pairs(config.data):
         try:
             end = eod if eod >= 0 else None
-            found = indexed_rows(path, vocab_size, config.data.split, end, rows, length, seed=0)
+            found = indexed_rows(path, vocab_size, split, end, rows, length, seed=0)
         except (FBTError, OSError):
             continue
         return VerificationTokens(found.input_ids, found.document_starts, f"validation rows of {Path(path).name}")

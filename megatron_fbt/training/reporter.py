@@ -1,6 +1,7 @@
 """What rank 0 of a run writes: console, metrics.jsonl, status.json, TensorBoard."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
@@ -9,6 +10,8 @@ from megatron_fbt.config.memory_report import rank_memory
 from megatron_fbt.config.parameter_count import stage_parameters
 from megatron_fbt.config.plan import RunPlan
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.data.data_plan import FILE as DATA_PLAN
+from megatron_fbt.data.data_plan import DataPlan
 from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.console import TimeLeft, console_line
 from megatron_fbt.training.flops import step_flops
@@ -56,6 +59,13 @@ class Reporter:
         """The run's processes have found each other."""
         self.say(message)
         self.status("running")
+
+    def data(self, plan: Optional[DataPlan]) -> None:
+        """Tell and store what the run reads of each source."""
+        if not self.active or plan is None:
+            return
+        self.say(plan.describe())
+        replace_file(self.folder / DATA_PLAN, json.dumps(plan.as_dict(), indent=2) + "\n")
 
     def resuming(self, checkpoint: Path, state: TrainerState, changes: Sequence[str]) -> None:
         """Say from where the run goes on, and with which other settings than before."""

@@ -15,7 +15,7 @@ from megatron_fbt.data.tokenizer import Tokenizer
 from megatron_fbt.errors import StoppedBySignal
 from megatron_fbt.training.claim import claim_run_folder, resume
 from megatron_fbt.training.failure import on_first_rank, speaks_first
-from megatron_fbt.training.fingerprint import data_fingerprint
+from megatron_fbt.training.fingerprint import STAGES, data_fingerprint, stage_facts, stage_samples
 from megatron_fbt.training.lease import Lease
 from megatron_fbt.training.messages import hide_gpu_hints
 from megatron_fbt.training.reporter import Reporter
@@ -84,13 +84,15 @@ def _train(config, plan, tokenizer, layout, planned, lease: Lease, reporter: Rep
     validation_rows = config.training.eval_iters * config.training.global_batch_size
     limits = config.parallel
     with phase(limits, layout, limits.data_timeout_s):
-        datasets = build_datasets(config, tokenizer, plan.train_samples, validation_rows)
+        stages = on_first_rank(lambda: stage_samples(config, point.checkpoint), layout.cpu_group)
+        datasets = build_datasets(config, tokenizer, plan.train_samples, validation_rows, stages)
+    reporter.data(datasets.plan)
     reporter.say(f"building the model: {plan.parameters:,} parameters, {plan.largest_rank_parameters:,} on one process")
     trainer = Trainer(config, plan, layout, datasets, tokenizer.eod)
     trainer.guard, trainer.checkpointer.guard = lease.check_noticed, lease.check
     trainer.checkpointer.before_publishing = reporter.flush
     fingerprint = data_fingerprint(config, tokenizer)
-    trainer.checkpointer.facts["data"] = fingerprint
+    trainer.checkpointer.facts.update({"data": fingerprint, STAGES: stage_facts(config, stages)})
     if point.checkpoint is not None:
         resume(config, trainer, point, planned, fingerprint, reporter)
         if config.checkpoint.init_from is not None:
