@@ -12,7 +12,7 @@ def judge(nodes: Sequence[NodeFacts], limits: PreflightConfig, devices: int = 0)
     """{name of a bad node: what is wrong with it}; empty if all are good.
 
     The first node is what clocks and folders are compared with; versions are compared with what most nodes have, speeds
-    with the median.
+    with the median, the network's with more than two nodes.
 
     Args:
         nodes: what each found.
@@ -38,8 +38,8 @@ def judge(nodes: Sequence[NodeFacts], limits: PreflightConfig, devices: int = 0)
             for index, speed in enumerate(node.matmul_tflops)
             if speed < limits.slow_factor * median_speed
         ]
-        if node.link_gb_s is not None and node.link_gb_s < limits.slow_factor * statistics.median(links):
-            median = statistics.median(links)
+        median = statistics.median(links) if len(links) > 2 else 0.0
+        if node.link_gb_s is not None and node.link_gb_s < limits.slow_factor * median:
             problems.append(f"{node.link_gb_s:.3g} GB/s to its neighbours, the median is {median:.3g}")
         if problems:
             bad[node.name] = problems

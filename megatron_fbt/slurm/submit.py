@@ -89,7 +89,8 @@ def _submit(script: Path, dependency: Optional[str]) -> str:
     except OSError as error:
         raise ConfigError(f"sbatch: cannot be run ({error.strerror}), {script} was not submitted") from None
     if result.returncode:
-        raise ConfigError(f"{script}: sbatch refuses it: {' '.join(result.stderr.split())}; look at the job file")
+        asked = "the job file" + (f" and --dependency {dependency}" if dependency else "")
+        raise ConfigError(f"{script}: sbatch refuses it: {' '.join(result.stderr.split())}; look at {asked}")
     return result.stdout.strip().partition(";")[0]
 
 

@@ -57,6 +57,11 @@ def test_small_differences_are_allowed():
     assert judge(nodes, LIMITS, 8) == {}
 
 
+def test_of_two_nodes_neither_can_be_told_to_have_the_slow_network():
+    first, second, third = cluster(link_gb_s=20.0)[:3]
+    assert judge([first, third], LIMITS, 8) == {} and list(judge([first, second, third], LIMITS, 8)) == ["n2"]
+
+
 def nodes_of(size, work, timeout_s=20.0):
     """Run work(meeting) as each of several nodes, in threads that share a store; what they returned."""
     results, meetings, port = {}, {}, _free_port()
