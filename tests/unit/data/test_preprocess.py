@@ -1,0 +1,352 @@
+"""Preprocessing in shards: continued by shard, shared by nodes, the same output for any number of workers."""
+
+import gzip
+import json
+import os
+import re
+import sys
+
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from megatron_fbt.data.corpus_manifest import read_manifest
+from megatron_fbt.data.encode import EncodeSettings
+from megatron_fbt.data.indexed import open_indexed
+from megatron_fbt.data.inputs import InputFile
+from megatron_fbt.data.preprocess import PreprocessOptions, preprocess
+from megatron_fbt.data.shard_record import group_inputs
+from megatron_fbt.errors import ConfigError, DataError
+
+TEXTS = ["Hello,  world\n", " \tx = 1\n\n", "\u4e2d\u6587 </s> <unk> \u2581\u2581 <|end|>", "a" * 500, "end"]
+
+
+@pytest.fixture(scope="session")
+def tokenizers(sentencepiece_model, huggingface_folder, tiktoken_file):
+    """A path of each type."""
+    return {"sentencepiece": sentencepiece_model, "huggingface": huggingface_folder, "tiktoken": tiktoken_file}
+
+
+def jsonl(path, texts):
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(json.dumps({"text": text, "n": 1}).encode() + b"\n" for text in texts))
+
+
+def options(tokenizers, folder, output, kind="tiktoken", skip=False, keys=("text",), form="jsonl", **more):
+    settings = EncodeSettings(kind, str(tokenizers[kind]), keys, form, skip)
+    return PreprocessOptions([str(folder)], str(output), settings, **more)
+
+
+def texts_of(settings, prefix):
+    tokenizer = settings.build_tokenizer()
+    data = open_indexed(str(prefix), vocab_size=tokenizer.vocab_size)
+    documents = [data[i].tolist() for i in range(len(data))]
+    assert all(ids[-1] == tokenizer.eod and ids.count(tokenizer.eod) == 1 for ids in documents)
+    assert sum(map(len, documents)) * data.index.dtype_size == os.path.getsize(f"{prefix}.bin")
+    return [tokenizer.detokenize(ids[:-1]) for ids in documents]
+
+
+def contents(folder):
+    if not folder.exists():
+        return {}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def five_files(folder):
+    """Files of different sizes; all texts in order."""
+    texts = []
+    for i in range(5):
+        part = [f"{i} {j} {TEXTS[(i + j) % len(TEXTS)]}" for j in range(3 + 4 * i)]
+        jsonl(folder / f"part-{i}.jsonl", part)
+        texts += part
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "tiktoken"])
+def test_the_documents_of_all_shards_are_the_texts_in_order(tokenizers, tmp_path, kind):
+    texts = five_files(tmp_path / "in")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", kind, shards=3)
+    report = preprocess(given)
+    manifest = read_manifest(tmp_path / "out" / "x.manifest.json")
+    assert manifest.prefixes == [f"{tmp_path}/out/x-0000{i}-of-00003" for i in range(3)]
+    assert [text for prefix in manifest.prefixes for text in texts_of(given.encode, prefix)] == texts
+    tokenizer = given.encode.build_tokenizer()
+    assert (manifest.documents, manifest.vocab_size, manifest.eod) == (len(texts), tokenizer.vocab_size, tokenizer.eod)
+    assert manifest.tokenizer == tokenizer.unique_identifiers and manifest.token_type == "uint16"
+    assert manifest.text_bytes == sum(len(text.encode()) for text in texts) == report["text_bytes"]
+    assert manifest.tokens == report["tokens"] and report["shards"] == {"made": 3, "kept": 0, "of": 3}
+    assert report["outputs"][0]["manifest"] == manifest.path
+    endings = (".bin", ".idx", ".shard.json")
+    assert sorted(contents(tmp_path / "out")) == sorted(
+        ["x.manifest.json", *(f"x-0000{i}-of-00003{ending}" for i in range(3) for ending in endings)]
+    )
+
+
+def test_nodes_share_the_shards_and_the_last_one_writes_the_manifest(tokenizers, tmp_path):
+    five_files(tmp_path / "in")
+    preprocess(options(tokenizers, tmp_path / "in", tmp_path / "one" / "x", shards=4))
+    for rank in (1, 0, 2):
+        assert not (tmp_path / "many" / "x.manifest.json").exists()
+        more = {"shards": 4, "num_nodes": 3, "node_rank": rank}
+        report = preprocess(options(tokenizers, tmp_path / "in", tmp_path / "many" / "x", **more))
+        assert report["shards"] == {"made": 2 if rank == 0 else 1, "kept": 0, "of": 4}
+        assert (report["outputs"][0]["manifest"] is None) == (rank != 2)
+    assert contents(tmp_path / "one") == contents(tmp_path / "many")
+
+
+def test_a_second_call_keeps_what_is_complete_and_makes_the_rest(tokenizers, tmp_path, capsys):
+    five_files(tmp_path / "in")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=5)
+    first = preprocess(given)
+    whole = contents(tmp_path / "out")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    capsys.readouterr()
+    second = preprocess(given)
+    assert "already complete" in capsys.readouterr().err
+    assert second["shards"] == {"made": 0, "kept": 5, "of": 5}
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    same = ("documents", "tokens", "text_bytes", "skipped", "outputs", "files")
+    assert [second[name] for name in same] == [first[name] for name in same]
+    (tmp_path / "out" / "x-00002-of-00005.shard.json").unlink()
+    with open(tmp_path / "out" / "x-00004-of-00005.bin", "ab") as stream:
+        stream.write(b"x")
+    assert preprocess(given)["shards"] == {"made": 2, "kept": 3, "of": 5}
+    notes = capsys.readouterr().err
+    assert "x-00002-of-00005: made anew, because it has no record" in notes
+    assert "bytes instead of" in notes and contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize(
+    "change, made, why",
+    [
+        ("input", 1, "part-1.jsonl has changed"),
+        ("new input", 2, "part-[0-9].jsonl is new in it"),
+        ("policy", 2, "skip_bad_lines was false and is true"),
+        ("tokenizer", 2, "tokenizer was"),
+        ("overwrite", 2, "--overwrite is given"),
+        ("record", 1, "record .*x-00001-of-00002.shard.json: cannot be read"),
+    ],
+)
+def test_what_has_changed_is_made_anew_and_the_reason_told(tokenizers, tmp_path, capsys, change, made, why):
+    five_files(tmp_path / "in")
+    more = {"shards": 2}
+    preprocess(options(tokenizers, tmp_path / "in", tmp_path / "x", **more))
+    capsys.readouterr()
+    if change == "input":
+        os.utime(tmp_path / "in" / "part-1.jsonl", ns=(1, 1))
+    elif change == "new input":
+        jsonl(tmp_path / "in" / "part-9.jsonl", ["other texts " * 300])
+    elif change == "record":
+        (tmp_path / "x-00001-of-00002.shard.json").write_text("{")
+    else:
+        more |= {"policy": {"skip": True}, "tokenizer": {"kind": "sentencepiece"}, "overwrite": {"overwrite": True}}[
+            change
+        ]
+    given = options(tokenizers, tmp_path / "in", tmp_path / "x", **more)
+    report = preprocess(given)
+    error = capsys.readouterr().err
+    assert report["shards"]["made"] == made and re.search(f"made anew, because .*{why}", error)
+    fresh = options(tokenizers, tmp_path / "in", tmp_path / "fresh" / "x", **more)
+    preprocess(fresh)
+    expected = contents(tmp_path / "fresh")
+    assert {name: (tmp_path / name).read_bytes() for name in expected} == expected
+
+
+def test_a_bad_line_ends_its_shard_and_leaves_the_complete_ones(tokenizers, tmp_path):
+    five_files(tmp_path / "in")
+    (tmp_path / "in" / "part-3.jsonl").write_bytes(b'{"text": "a"}\n42\n')
+    given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=5)
+    with pytest.raises(DataError, match=r"part-3\.jsonl, line 2: .*not_an_object.*--skip_bad_lines"):
+        preprocess(given)
+    made = [f"x-0000{i}-of-00005{ending}" for i in range(3) for ending in (".bin", ".idx", ".shard.json")]
+    assert sorted(contents(tmp_path / "out")) == sorted(made)
+    jsonl(tmp_path / "in" / "part-3.jsonl", ["mended"])
+    assert preprocess(given)["shards"] == {"made": 2, "kept": 3, "of": 5}
+
+
+def test_a_shard_without_documents_is_no_data_set_but_part_of_the_corpus(tokenizers, tmp_path):
+    jsonl(tmp_path / "in" / "a.jsonl", ["one"])
+    jsonl(tmp_path / "in" / "b.jsonl", [" ", ""])
+    report = preprocess(options(tokenizers, tmp_path / "in", tmp_path / "x", shards=2))
+    manifest = read_manifest(tmp_path / "x.manifest.json")
+    assert manifest.prefixes == [f"{tmp_path}/x-00000-of-00002"] and len(manifest.shards) == 2
+    assert manifest.skipped == report["skipped"] == {"empty_text": 2}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_no_document_at_all_is_an_error_and_leaves_nothing(tokenizers, tmp_path, shards):
+    jsonl(tmp_path / "in" / "a.jsonl", ["", " "])
+    jsonl(tmp_path / "in" / "b.jsonl", ["\n"])
+    with pytest.raises(DataError, match="a.jsonl, .*b.jsonl: no record has 'text', so there is no document .*: 3}"):
+        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=shards))
+    assert not contents(tmp_path / "out")
+
+
+def test_every_key_has_a_corpus_of_its_own(tokenizers, tmp_path):
+    (tmp_path / "in").mkdir()
+    rows = [{"title": "T", "text": "one"}, {"title": "", "text": "two"}, {"text": "none"}]
+    content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "in" / name).write_bytes(content)
+    given = options(tokenizers, tmp_path / "in", tmp_path / "x", keys=("text", "title"), skip=True, shards=2)
+    report = preprocess(given)
+    assert report["skipped"] == {"empty_text": 2, "key_missing": 2}
+    assert report["documents"] == 6 and [output["documents"] for output in report["outputs"]] == [4, 2]
+    manifests = [read_manifest(tmp_path / f"x_{key}.manifest.json") for key in ("text", "title")]
+    assert [m.skipped for m in manifests] == [{"key_missing": 2}, {"empty_text": 2, "key_missing": 2}]
+    assert [m.key for m in manifests] == ["text", "title"]
+    assert texts_of(given.encode, manifests[1].prefixes[0]) == ["T"]
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"shards": 6}, "--shards is 6, but there are 5 input files"),
+        ({"shards": 0}, "--shards is 0"),
+        ({"shards": 2, "num_nodes": 3}, "--num_nodes is 3, but --shards is 2"),
+        ({"shards": 2, "num_nodes": 2, "node_rank": 2}, "--node_rank is 2: it must be from 0 to 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(tokenizers, tmp_path, more, message):
+    five_files(tmp_path / "in")
+    with pytest.raises(ConfigError, match=message):
+        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "x", **more))
+
+
+def test_a_record_that_cannot_be_written_is_an_error_that_leaves_nothing(tokenizers, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    five_files(tmp_path / "in")
+    monkeypatch.setattr("megatron_fbt.data.shard_record.write_json", full)
+    with pytest.raises(DataError, match=r"x\.shard\.json: cannot be written: No space left"):
+        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x"))
+    assert not contents(tmp_path / "out")
+
+
+def test_files_named_in_several_ways_are_read_once_in_sorted_order(tokenizers, tmp_path, capsys):
+    texts = five_files(tmp_path / "in")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "x")
+    names = [str(tmp_path / "in" / "part-4.jsonl"), f"{tmp_path}/in/../in", str(tmp_path / "in" / "part-[01].jsonl")]
+    preprocess(PreprocessOptions(names, given.output, given.encode))
+    assert texts_of(given.encode, tmp_path / "x") == texts
+    assert capsys.readouterr().err.count("named more than once, read once") == 3
+
+
+@pytest.mark.parametrize(
+    "sizes, count, groups",
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([100, 1, 1, 1], 3, [1, 1, 2]),
+        ([1, 1, 1, 100], 3, [1, 2, 1]),
+        ([0, 0, 0], 2, [1, 2]),
+        ([5], 1, [1]),
+        ([3, 3, 3, 3, 3, 3, 3], 3, [2, 3, 2]),
+    ],
+)
+def test_groups_are_whole_files_of_nearly_equal_bytes(sizes, count, groups):
+    files = [InputFile(str(i), size) for i, size in enumerate(sizes)]
+    found = group_inputs(files, count)
+    assert [file for group in found for file in group] == files
+    assert sorted(map(len, found)) == sorted(groups) and all(found)
+    largest = max(sum(file.size for file in group) for group in found)
+    assert largest <= sum(sizes) / count + max(sizes)
+
+
+def write_parquet(path, texts, **more):
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, **more)
+
+
+@pytest.mark.parametrize(
+    "kind, workers", [("sentencepiece", 1), ("huggingface", 1), ("tiktoken", 1), ("huggingface", 2), ("tiktoken", 2)]
+)
+def test_files_of_all_kinds_together_give_their_texts_in_sorted_order(tokenizers, tmp_path, kind, workers):
+    folder = tmp_path / "in"
+    jsonl(folder / "a.jsonl", ["a1", "a2"])
+    lines = b"".join(json.dumps({"text": f"{name} {TEXTS[2]}"}).encode() + b"\n" for name in ("b1", "b2"))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines.replace(b"b", b"c")))
+    write_parquet(folder / "d.parquet", pyarrow.array([f"d{i} \u4e2d" for i in range(50)]), row_group_size=7)
+    (folder / "e.jsonl").write_bytes(b"")
+    (folder / "._a.jsonl").write_bytes(b"\0")
+    (folder / "._d.parquet").write_bytes(b"\0")
+    given = options(tokenizers, folder, tmp_path / "x", kind, workers=workers)
+    preprocess(given)
+    expected = [
+        "a1",
+        "a2",
+        *(f"{n} {TEXTS[2]}" for n in ("b1", "b2", "c1", "c2")),
+        *(f"d{i} \u4e2d" for i in range(50)),
+    ]
+    assert texts_of(given.encode, tmp_path / "x") == expected
+
+
+COLUMNS = {
+    "key_missing": (None, None),
+    "text_null": (["a", None], 2),
+    "text_not_a_string": ([1, 2], 1),
+    "nul_character": (["a", "b\0"], 2),
+    "invalid_utf8": (pyarrow.array([b"a", b"\xff"], pyarrow.binary()), 2),
+    "invalid_utf8 in a text": (pyarrow.array([b"a", b"\xc3"], pyarrow.binary()).view(pyarrow.string()), 2),
+    "lone surrogate in bytes": (pyarrow.array([b"\xed\xa0\x80"], pyarrow.binary()), 1),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_bad_rows_of_parquet_are_errors_with_file_and_row_or_skipped_and_counted(tokenizers, tmp_path, case):
+    kind = {"invalid_utf8 in a text": "invalid_utf8", "lone surrogate in bytes": "invalid_utf8"}.get(case, case)
+    column, row = COLUMNS[case]
+    (tmp_path / "in").mkdir()
+    jsonl(tmp_path / "in" / "a.jsonl", ["good"])
+    if column is None:
+        pyarrow.parquet.write_table(pyarrow.table({"other": ["a", "b"]}), tmp_path / "in" / "b.parquet")
+        row, count = 1, 2
+    else:
+        write_parquet(tmp_path / "in" / "b.parquet", column)
+        count = 2 if kind == "text_not_a_string" else 1
+    given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x")
+    with pytest.raises(DataError, match=rf"b\.parquet, row {row}: .*\({kind}\); --skip_bad_lines leaves such rows out"):
+        preprocess(given)
+    assert not contents(tmp_path / "out")
+    report = preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", skip=True))
+    assert report["skipped"] == {kind: count}
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "large_binary", "dictionary"])
+def test_all_types_of_text_columns_are_read(tokenizers, tmp_path, kind):
+    texts = pyarrow.array(["one", "\u4e2d", " ", "one"])
+    column = texts.dictionary_encode() if kind == "dictionary" else texts.cast(getattr(pyarrow, kind)())
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "b.parquet", column)
+    given = options(tokenizers, tmp_path / "in", tmp_path / "x")
+    assert preprocess(given)["skipped"] == {"empty_text": 1}
+    assert texts_of(given.encode, tmp_path / "x") == ["one", "\u4e2d", "one"]
+
+
+@pytest.mark.parametrize("kept", [0, 3, 0.5, -1, -20])
+def test_cut_and_damaged_parquet_files_are_named(tokenizers, tmp_path, kept):
+    (tmp_path / "in").mkdir()
+    generator = numpy.random.default_rng(0)
+    path = tmp_path / "in" / "b.parquet"
+    write_parquet(path, [str(number) for number in generator.integers(0, 2**60, 2000)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)] if 0 < kept < 1 else content[:kept])
+    for skip in (False, True):
+        with pytest.raises(DataError, match=r"b\.parquet: the Parquet file is cut off, damaged or unreadable"):
+            preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", skip=skip))
+    damaged = bytearray(content)
+    damaged[100:1500] = bytes(1400)
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"b\.parquet"):
+        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x"))
+    assert not contents(tmp_path / "out")
+
+
+def test_without_pyarrow_the_error_says_what_to_install(tokenizers, tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "b.parquet", ["a"])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match="pip install pyarrow"):
+        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x"))
