@@ -28,7 +28,7 @@ def validate_config(
     """
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
     problems = layout_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
-    problems += sharding_problems(config)
+    problems += sharding_problems(config) + _loss_problems(config)
     problems += mixture_problems(config, run_length(config.training, config.data.sequence_length)[1])
     world_size = world_size or config.parallel.world_size
     if world_size is not None:
@@ -123,6 +123,16 @@ def _muon_problems(config: PretrainConfig) -> List[str]:
     return [
         f"parallel.tensor_model_parallel_size = {tensor}: optimizer.type = 'muon' would orthogonalise each process's "
         "shard of a matrix instead of the matrix; set it to 1, or optimizer.type to adamw"
+    ]
+
+
+def _loss_problems(config: PretrainConfig) -> List[str]:
+    """The loss over chunks reads the head's weight itself, which zero3 gathers for the head's own call alone."""
+    if not config.memory.chunked_loss or config.optimizer.sharding != "zero3":
+        return []
+    return [
+        "memory.chunked_loss = true: not available with optimizer.sharding = 'zero3'; set it to null or false, or "
+        "optimizer.sharding to another value"
     ]
 
 

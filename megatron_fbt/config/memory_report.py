@@ -144,12 +144,19 @@ def _sequence_shards(config: PretrainConfig) -> int:
 
 
 def _logits(config: PretrainConfig, stage: int, vocab_size: int) -> int:
-    """Bytes of the soft-max over the vocabulary, float32, that the loss of each pass in flight keeps."""
+    """Bytes of the soft-max over the vocabulary, float32: that of every pass in flight, or one chunk of tokens.
+
+    With chunks each pass in flight keeps its states' gradients or the states, of which the former count here.
+    """
     parallel = config.parallel
     if stage != parallel.pipeline_model_parallel_size - 1:
         return 0
     tensor = parallel.tensor_model_parallel_size
     rows = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tensor) // tensor
+    if config.memory.chunks_loss(config.optimizer.sharding):
+        kept = (2 if config.precision.dtype == "bf16" else 4) * config.model.hidden_size // _sequence_shards(config)
+        chunk = min(int(config.memory.loss_chunk_mib * 2**20), 4 * _tokens(config) * rows)
+        return chunk + _tokens(config) * kept * passes_in_flight(config, stage)
     copies = 2 if config.training.z_loss.coefficient > 0 else 1
     return 4 * _tokens(config) * rows * passes_in_flight(config, stage) * copies
 

@@ -183,17 +183,14 @@ class PassView(torch.nn.Module):
 
     def _weighted_loss(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Weighted sum of the masked losses of this pass (a scalar)."""
-        mask, weight = batch.loss_mask.t(), self.weights[self.vp_stage]
-        if self.recipe.z_loss == 0:
-            nll = (self.stage.losses(states, batch.labels) * mask).sum()
-            self.totals.add(self.vp_stage, nll, mask.sum())
-            return nll * weight
-        losses, normalizers = self.stage.losses_and_normalizers(states, batch.labels)
-        nll = (losses * mask).sum()
-        z_loss = (normalizers.square() * mask).sum() * (self.recipe.z_loss * weight)
-        self.totals.add(self.vp_stage, nll, mask.sum())
-        self.totals.z_loss += z_loss.detach()
-        return nll * weight + z_loss
+        mask, z_loss = batch.loss_mask.t(), self.recipe.z_loss
+        weights = mask * self.weights[self.vp_stage]
+        squares = weights * z_loss if z_loss > 0 else None
+        objective, losses, normalizers = self.stage.objective(states, batch.labels, weights, squares)
+        self.totals.add(self.vp_stage, (losses.detach() * mask).sum(), mask.sum())
+        if squares is not None:
+            self.totals.z_loss += (normalizers.detach().square() * squares).sum()
+        return objective
 
 
 class UnrolledPasses(torch.nn.Module):
@@ -277,13 +274,27 @@ def run_passes(
         "micro_batch_size": micro_batches[0].document_starts.size(0),
         "forward_only": forward_only,
     }
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not forward_only):
+        _run_schedule(stage, views, micro_batches, last_backward, through, common)
+    return totals
+
+
+def _run_schedule(
+    stage: FBTStage,
+    views: List[PassView],
+    micro_batches: Sequence[MicroBatch],
+    last_backward: Optional[LastBackward],
+    through: Callable[[torch.nn.Module], torch.nn.Module],
+    common: dict,
+) -> None:
+    """Run Megatron-Core's schedule for the layout and the number of passes; see run_passes."""
     if stage.layout.pipeline_size == 1:
         chunk = UnrolledPasses(views)
         chunk.last_backward = last_backward
         schedules.forward_backward_no_pipelining(data_iterator=iter(micro_batches), model=through(chunk), **common)
-        return totals
+        return
     views[0].last_backward = last_backward
-    if passes == 1:
+    if len(views) == 1:
         schedules.forward_backward_pipelining_without_interleaving(
             data_iterator=iter(micro_batches), model=through(views[0]), **common
         )
@@ -291,4 +302,3 @@ def run_passes(
         iterators = [iter(micro_batches) for _ in views]
         chunks = [through(view) for view in views]
         schedules.forward_backward_pipelining_with_interleaving(data_iterator=iterators, model=chunks, **common)
-    return totals

@@ -20,6 +20,7 @@ from megatron_fbt.core.attention_context import AttentionContext
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.recompute import set_recompute
 from megatron_fbt.core.specs import block_spec, transformer_config
+from megatron_fbt.model.chunked_loss import LossShard, chunked_loss
 from megatron_fbt.model.fusion import build_fusion
 from megatron_fbt.model.initialise import global_name, initialise_parameters
 from megatron_fbt.model.layers import rms_normalize
@@ -70,6 +71,9 @@ class FBTStage(LanguageModule):
                 skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
                 tp_group=self.tp_group,
             )
+        chunk_bytes = 2**20 * config.memory.loss_chunk_mib
+        chunked = config.memory.chunks_loss(config.optimizer.sharding)
+        self.loss_shard = LossShard(vocab_size, layout, self.tp_group, chunk_bytes) if chunked else None
         self.setup_embeddings_and_output_layer()
         initialise_parameters(
             self.global_parameters(), config.model, vocab_size, config.run.seed, layout.tensor_rank, layout.tensor_size
@@ -143,6 +147,34 @@ class FBTStage(LanguageModule):
         """As losses, and log sum exp of the logits over the real vocabulary, which a z-loss needs; both [s, b]."""
         place = (self.vocab_size, self.layout.tensor_rank, self.layout.tensor_size)
         return token_losses_and_normalizers(self.logits(states), labels, *place)
+
+    def objective(
+        self, states: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, squares: Optional[torch.Tensor]
+    ) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
+        """Sum over the tokens of weights * loss + squares * (log sum exp of the logits)^2.
+
+        Args:
+            states: [s/tp, b, h].
+            labels: [b, s].
+            weights: of the losses, [s, b].
+            squares: of the z-loss, [s, b]; None = there is none.
+
+        Returns:
+            The sum, whose gradient in the backward is 1 (see chunked_loss); losses [s, b]; log sum exp [s, b], at least
+            where there is a z-loss.
+        """
+        if self.loss_shard is not None:
+            return chunked_loss(states, self.head_weight(), labels, weights, squares, self.loss_shard)
+        if squares is None:
+            losses = self.losses(states, labels)
+            return (losses * weights).sum(), losses, None
+        losses, normalizers = self.losses_and_normalizers(states, labels)
+        return (losses * weights).sum() + (normalizers.square() * squares).sum(), losses, normalizers
+
+    def head_weight(self) -> torch.Tensor:
+        """[v/tp, h], this rank's rows of the output head, on the last stage."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[s/tp, b, h] -> [s, b, v/tp], this rank's part of the padded vocabulary."""
