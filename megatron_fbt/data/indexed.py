@@ -7,7 +7,7 @@ import warnings
 from array import array
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Dict, Iterator, Optional
+from typing import Dict, Iterator, Optional, Tuple
 
 import numpy
 
@@ -160,12 +160,13 @@ def byte_offsets(lengths: numpy.ndarray, item_size: int) -> Iterator[numpy.ndarr
         begin = int(ends[-1])
 
 
-def check_indexed(prefix: str, vocab_size: Optional[int] = None) -> None:
+def check_indexed(prefix: str, vocab_size: Optional[int] = None, empty: bool = False) -> None:
     """Check that a pair of files is complete and belongs together, in time proportional to the index.
 
     Args:
         prefix: Path without .bin and .idx.
         vocab_size: If given, the ids of the first 2^20 tokens must be below it.
+        empty: Whether it may be without tokens.
 
     Raises:
         DataError: Naming the file, the size found and the size expected.
@@ -174,7 +175,7 @@ def check_indexed(prefix: str, vocab_size: Optional[int] = None) -> None:
     for path in (idx_path, bin_path):
         if not os.path.isfile(path):
             raise DataError(f"data set {path}: no such file; data.paths holds prefixes without .bin and .idx")
-    dtype, sequences, documents = _read_header(idx_path)
+    dtype, sequences, documents = read_header(idx_path)
     found, expected = os.path.getsize(idx_path), _HEADER.size + 12 * sequences + 8 * documents
     if found != expected:
         raise DataError(
@@ -188,7 +189,7 @@ def check_indexed(prefix: str, vocab_size: Optional[int] = None) -> None:
             f"data set {bin_path}: {found} bytes found, {expected} expected by {idx_path} ({tokens} tokens of "
             f"{numpy.dtype(dtype).itemsize} bytes); one of the two is cut or from another data set, preprocess again"
         )
-    if tokens == 0:
+    if tokens == 0 and not empty:
         raise DataError(f"data set {bin_path}: 0 bytes found, at least one token expected; it is empty")
     if vocab_size is not None:
         first = numpy.fromfile(bin_path, dtype=dtype, count=_PART)
@@ -229,7 +230,12 @@ def open_indexed(prefix: str, mmap: bool = True, vocab_size: Optional[int] = Non
         return IndexedDataset(str(prefix), multimodal=False, mmap=mmap)
 
 
-def _read_header(idx_path: str):
+def read_header(idx_path: str):
+    """Token type, number of sequences and number of document bounds (documents + 1) of an index.
+
+    Raises:
+        DataError: It is none.
+    """
     with open(idx_path, "rb") as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
@@ -242,13 +248,18 @@ def _read_header(idx_path: str):
     return _TOKEN_TYPES[code], sequences, documents
 
 
-def _check_tables(idx_path: str, item_size: int, sequences: int, documents: int) -> int:
-    """Check lengths, byte offsets and document bounds against one another; the number of tokens."""
+def index_tables(idx_path: str, sequences: int) -> Tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Lengths [sequences], byte offsets [sequences] and document bounds [documents + 1], mapped into memory."""
     tables = numpy.memmap(idx_path, mode="r", offset=0)
     begin = _HEADER.size
     lengths = tables[begin : begin + 4 * sequences].view(numpy.int32)
     pointers = tables[begin + 4 * sequences : begin + 12 * sequences].view(numpy.int64)
-    bounds = tables[begin + 12 * sequences :].view(numpy.int64)
+    return lengths, pointers, tables[begin + 12 * sequences :].view(numpy.int64)
+
+
+def _check_tables(idx_path: str, item_size: int, sequences: int, documents: int) -> int:
+    """Check lengths, byte offsets and document bounds against one another; the number of tokens."""
+    lengths, pointers, bounds = index_tables(idx_path, sequences)
     tokens = 0
     for first in range(0, sequences, _PART):
         part = lengths[first : first + _PART].astype(numpy.int64)
