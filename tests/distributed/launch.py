@@ -56,7 +56,6 @@ def run_distributed(
                 process = context.Process(
                     target=_worker,
                     args=(rank, world_size, payload, sender, logs, environment, timeout, init_group),
-                    daemon=True,
                 )
                 process.start()
                 sender.close()

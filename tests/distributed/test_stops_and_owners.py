@@ -22,15 +22,18 @@ from pathlib import Path
 from megatron_fbt import pretrain
 from tests.distributed.run_case import VOCAB
 from tests.unit.data.corpus import PlainTokenizer
-pretrain.run_tokenizer = lambda config: PlainTokenizer(VOCAB)
-Path(sys.argv[1]).with_name(f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
-if sys.argv[2:] == ["hang"]:
-    from megatron_fbt.core.checkpoint_write import PlannedSave
-    def write(planned):
-        Path(sys.argv[1]).with_name("saving").touch()
-        time.sleep(600)
-    PlannedSave.write = write
-sys.exit(pretrain.main(["--config", sys.argv[1]]))
+
+def write(planned):
+    Path(sys.argv[1]).with_name("saving").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":  # processes that read data ahead import this file
+    pretrain.run_tokenizer = lambda config: PlainTokenizer(VOCAB)
+    Path(sys.argv[1]).with_name(f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
+    if sys.argv[2:] == ["hang"]:
+        from megatron_fbt.core.checkpoint_write import PlannedSave
+        PlannedSave.write = write
+    sys.exit(pretrain.main(["--config", sys.argv[1]]))
 """
 
 
@@ -53,8 +56,8 @@ def start(tmp_path, repository):
         launcher.communicate()  # ends with the last process that holds the pipes
 
 
-def launch(folder, repository, *arguments, processes=2, **settings):
-    """A long run under the launcher; without a corpus, one is made."""
+def launch(folder, repository, *arguments, processes=2, own_session=False, **settings):
+    """A long run under the launcher; without a corpus, one is made. In its own session, it leads a process group."""
     if not (folder / "corpus.idx").exists():
         write_corpus(folder)
     layout = (1, processes)
@@ -67,7 +70,7 @@ def launch(folder, repository, *arguments, processes=2, **settings):
     command += [str(folder / "worker.py"), str(folder / "config.yaml"), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     environment.update(PYTHONPATH=str(repository), OMP_NUM_THREADS="1")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": own_session}
     # Tests that run in the background of a shell ignore SIGINT, and what they start would, too.
     interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, text=True, env=environment, preexec_fn=interruptible, **pipes)
