@@ -87,7 +87,7 @@ def build_stock_step(shape: Shape, batches: List[MicroBatch]) -> Step:
     config = build_config(shape)
     mcore = transformer_config(config)
     mcore.calculate_per_token_loss = False
-    layers = block_spec(mcore, config.model)
+    layers = block_spec(mcore, config)
     model = GPTModel(
         mcore,
         layers,

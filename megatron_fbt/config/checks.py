@@ -4,6 +4,7 @@ import itertools
 from typing import List, Mapping, Optional, Sequence
 
 from megatron_fbt.config.deepspeed import ZERO_STAGES, deepspeed_settings, sharding_problems
+from megatron_fbt.config.fp8 import precision_problems
 from megatron_fbt.config.pipeline_split import split_problems
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import raise_problems
@@ -29,6 +30,7 @@ def validate_config(
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
     problems = layout_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
     problems += sharding_problems(config) + _loss_problems(config)
+    problems += [] if problems else precision_problems(config)
     problems += mixture_problems(config, run_length(config.training, config.data.sequence_length)[1])
     world_size = world_size or config.parallel.world_size
     if world_size is not None:

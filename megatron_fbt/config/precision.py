@@ -1,7 +1,8 @@
 """Number formats."""
 
+import dataclasses
 from dataclasses import dataclass
-from typing import List, Literal
+from typing import List, Literal, Optional
 
 from megatron_fbt.config.rules import Rules, Section
 
@@ -12,7 +13,69 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp32", "bf16"] = "bf16"
     """bf16 keeps fp32 master weights and optimizer states, and reduces gradients in fp32."""
+    fp8: Optional[Literal["e4m3", "hybrid"]] = None
+    """Format of the layers' products: e4m3, or with output gradients in e5m2 (hybrid); null = no FP8."""
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    """How operands are scaled: from the tensor itself (tensorwise), from earlier steps (delayed), in blocks of 128
+    (blockwise) or 32 values (mxfp8)."""
+    fp8_emulated: bool = False
+    """FP8's rounding by the torch backend, on any machine: for studies, slower than bf16."""
+    num_layers_at_start_in_bf16: int = 0
+    """First layers of the model without FP8."""
+    num_layers_at_end_in_bf16: int = 0
+    """Last layers of the model without FP8."""
+    fp8_fusion: bool = False
+    """The fusion layer's products in FP8, too."""
+    fp8_head: bool = False
+    """The output head in FP8, too (fp8_emulated alone)."""
+    fp8_amax_history_len: int = 1024
+    """Updates of the scales whose largest values the delayed recipe keeps."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """Which of them makes the delayed recipe's scale."""
+
+    def in_fp8(self, layer: int, num_layers: int) -> bool:
+        """Whether a layer's products are in FP8.
+
+        Args:
+            layer: counted from 0 in the whole model.
+            num_layers: in the whole model.
+        """
+        first, last = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        return self.fp8 is not None and first <= layer < num_layers - last
 
     def problems(self) -> List[str]:
         """See Section."""
-        return Rules("precision", self).problems
+        rules = Rules("precision", self)
+        rules.integers("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", low=0)
+        rules.integers("fp8_amax_history_len")
+        switches = (
+            "fp8_emulated",
+            "num_layers_at_start_in_bf16",
+            "num_layers_at_end_in_bf16",
+            "fp8_fusion",
+            "fp8_head",
+        )
+        self._unused(rules, self.fp8 is None, "precision.fp8 is null", "fp8_recipe", *switches)
+        delayed = self.fp8 is not None and self.fp8_recipe == "delayed"
+        why = "precision.fp8_recipe is not delayed"
+        self._unused(rules, not delayed, why, "fp8_amax_history_len", "fp8_amax_compute_algo")
+        if rules.usable("dtype", "fp8") and self.fp8 is not None:
+            self._fp8_rules(rules, delayed)
+        return rules.problems
+
+    def _fp8_rules(self, rules: Rules, delayed: bool) -> None:
+        allowed = ("bf16", "fp32") if self.fp8_emulated else ("bf16",)
+        why = f"not what layers have beside FP8 (precision.fp8 = {self.fp8!r})"
+        rules.require(self.dtype in allowed, "dtype", why, f"set it to {allowed[0]}, or precision.fp8 to null")
+        for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if delayed and rules.usable(field):
+                why = "the delayed recipe updates all scales together, and so covers every layer"
+                remedy = "set it to 0, or precision.fp8_recipe to tensorwise"
+                rules.require(getattr(self, field) == 0, field, why, remedy)
+
+    def _unused(self, rules: Rules, unused: bool, why: str, *fields: str) -> None:
+        """Refuse values that would change nothing."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for field in fields:
+            if unused and rules.usable(field) and getattr(self, field) != defaults[field]:
+                rules.add(field, f"changes nothing: {why}", f"leave it out ({defaults[field]})")

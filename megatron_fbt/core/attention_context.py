@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.backends import resolve_backend
+from megatron_fbt.core.backends import backend_of
 from megatron_fbt.model.attention_mask import attention_masks, document_positions
 
 
@@ -25,7 +25,7 @@ class AttentionContext:
         self.within_documents = config.data.reset_attention_mask
         self.restarts = config.data.reset_position_ids
         self.window = config.model.sliding_window
-        self.packed = resolve_backend(config.model.transformer_impl) == "transformer_engine"
+        self.packed = backend_of(config) == "transformer_engine"
         self.rotary = RotaryEmbedding(
             kv_channels=mcore.kv_channels,
             rotary_percent=1.0,

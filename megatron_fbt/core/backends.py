@@ -26,6 +26,15 @@ def resolve_backend(transformer_impl: str) -> str:
     )
 
 
+def backend_of(config: PretrainConfig) -> str:
+    """`torch` or `transformer_engine`; emulated FP8 is torch's.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and cannot be used.
+    """
+    return "torch" if config.precision.fp8_emulated else resolve_backend(config.model.transformer_impl)
+
+
 def check_backend(config: PretrainConfig) -> None:
     """Refuse what the libraries of this machine cannot do.
 
@@ -40,7 +49,7 @@ def check_backend(config: PretrainConfig) -> None:
             f"optimizer.sharding = {sharding!r}: {problem}; install it with pip install 'megatron-fbt[zero]', or set "
             "optimizer.sharding to megatron"
         )
-    backend, data = resolve_backend(config.model.transformer_impl), config.data
+    backend, data = backend_of(config), config.data
     if backend == "torch" or not data.reset_attention_mask:
         return
     rows = config.training.micro_batch_size

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_fbt.config.feedback import FeedbackConfig
+from megatron_fbt.core.fp8 import begin_step, end_step
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
 from megatron_fbt.feedback.diagnostics import PassDiagnostics
@@ -274,8 +275,11 @@ def run_passes(
         "micro_batch_size": micro_batches[0].document_starts.size(0),
         "forward_only": forward_only,
     }
+    begin_step(stage)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not forward_only):
         _run_schedule(stage, views, micro_batches, last_backward, through, common)
+    if not forward_only:
+        end_step(stage)
     return totals
 
 

@@ -1,7 +1,7 @@
 """Layer specs of the two backends, and Megatron-Core's configuration built from ours."""
 
 import functools
-from typing import Callable, List, Union
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,16 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatron_fbt.config.model import ModelConfig
+from megatron_fbt.config.precision import PrecisionConfig
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.backends import resolve_backend
+from megatron_fbt.core.backends import backend_of
+from megatron_fbt.core.fp8 import emulated
 from megatron_fbt.core.recompute import RecomputingAttention, RecomputingLayer
 from megatron_fbt.model.layers import RMSNorm, SDPAttention
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _keep_uninitialised(weight: torch.Tensor) -> None:
@@ -62,6 +63,7 @@ def transformer_config(config: PretrainConfig) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
@@ -71,15 +73,34 @@ def transformer_config(config: PretrainConfig) -> TransformerConfig:
         deallocate_pipeline_outputs=config.memory.deallocate_pipeline_outputs,
         batch_p2p_comm=False,
         calculate_per_token_loss=True,
+        **_fp8_options(config.precision),
     )
 
 
-def _layer_parts(backend: str) -> dict:
+def _fp8_options(precision: PrecisionConfig) -> Dict[str, Any]:
+    """What Megatron-Core's block needs to enter Transformer Engine's FP8 context for each layer."""
+    if precision.fp8 is None or precision.fp8_emulated:
+        return {}
+    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return {
+        "fp8": precision.fp8,
+        "fp8_recipe": precision.fp8_recipe,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+        "first_last_layers_bf16": first + last > 0,
+        "num_layers_at_start_in_bf16": first,
+        "num_layers_at_end_in_bf16": last,
+    }
+
+
+def _layer_parts(backend: str, fp8: Optional[PrecisionConfig] = None) -> dict:
+    """Classes of a layer; fp8 emulates it."""
     if backend == "torch":
+        column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
         return {
             "norm": RMSNorm,
-            "column": tensor_parallel.ColumnParallelLinear,
-            "row": tensor_parallel.RowParallelLinear,
+            "column": column if fp8 is None else emulated(column, fp8),
+            "row": row if fp8 is None else emulated(row, fp8),
             "attention": SDPAttention,
         }
     from megatron.core.extensions import transformer_engine as te
@@ -117,10 +138,9 @@ def _add_branch(multiplier: float) -> Callable:
     return scaled
 
 
-def layer_spec(config: TransformerConfig, backend: str, residual_multiplier: float = 1.0) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, parts: dict, residual_multiplier: float = 1.0) -> ModuleSpec:
     """One pre-norm transformer layer; parameter names are the same in both backends."""
     add_branch = _add_branch(residual_multiplier)
-    parts = _layer_parts(backend)
     qk_norm = parts["norm"] if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=parts["column"],
@@ -144,9 +164,31 @@ def layer_spec(config: TransformerConfig, backend: str, residual_multiplier: flo
     )
 
 
-def block_spec(config: TransformerConfig, model: ModelConfig) -> TransformerBlockSubmodules:
+def block_spec(mcore: TransformerConfig, config: PretrainConfig) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and its final norm."""
-    backend = resolve_backend(model.transformer_impl)
-    layer = layer_spec(config, backend, model.residual_multiplier)
-    layers: List[ModuleSpec] = [layer] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_layer_parts(backend)["norm"])
+    backend, precision = backend_of(config), config.precision
+    parts, multiplier = _layer_parts(backend), config.model.residual_multiplier
+    kinds = {False: layer_spec(mcore, parts, multiplier)}
+    if precision.fp8_emulated:
+        kinds[True] = layer_spec(mcore, _layer_parts(backend, precision), multiplier)
+    first, count = get_transformer_layer_offset(mcore), get_num_layers_to_build(mcore)
+    emulate = [precision.fp8_emulated and precision.in_fp8(n, mcore.num_layers) for n in range(first, first + count)]
+    layers: List[ModuleSpec] = [kinds[low] for low in emulate]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts["norm"])
+
+
+def column_linear(config: PretrainConfig, low: bool) -> Callable:
+    """What the fusion layer's matrices and the output head are built with.
+
+    Args:
+        config: the whole configuration.
+        low: whether they are in FP8.
+    """
+    plain = tensor_parallel.ColumnParallelLinear
+    if not low:
+        return plain
+    if config.precision.fp8_emulated:
+        return emulated(plain, config.precision)
+    from megatron.core.extensions import transformer_engine as te
+
+    return te.TEColumnParallelLinear

@@ -10,7 +10,6 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,7 +18,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.attention_context import AttentionContext
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.recompute import set_recompute
-from megatron_fbt.core.specs import block_spec, transformer_config
+from megatron_fbt.core.specs import block_spec, column_linear, transformer_config
 from megatron_fbt.model.chunked_loss import LossShard, chunked_loss
 from megatron_fbt.model.fusion import build_fusion
 from megatron_fbt.model.initialise import global_name, initialise_parameters
@@ -51,17 +50,18 @@ class FBTStage(LanguageModule):
             self.embedding = LanguageModelEmbedding(
                 mcore, padded_vocab_size, sequence_length, position_embedding_type="rope", tp_group=self.tp_group
             )
-            self.fusion = build_fusion(config.feedback.fusion, mcore, resolved_input_scale(config), self.tp_group)
+            kind, linear = config.feedback.fusion, column_linear(config, config.precision.fp8_fusion)
+            self.fusion = build_fusion(kind, mcore, resolved_input_scale(config), self.tp_group, linear)
         self.context = AttentionContext(config, mcore, self.cp_group)
         self.decoder = TransformerBlock(
             mcore,
-            block_spec(mcore, config.model),
+            block_spec(mcore, config),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,
         )
         if self.post_process:
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = column_linear(config, config.precision.fp8_head)(
                 mcore.hidden_size,
                 padded_vocab_size,
                 config=mcore,
@@ -72,7 +72,7 @@ class FBTStage(LanguageModule):
                 tp_group=self.tp_group,
             )
         chunk_bytes = 2**20 * config.memory.loss_chunk_mib
-        chunked = config.memory.chunks_loss(config.optimizer.sharding)
+        chunked = config.memory.chunks_loss(config.optimizer.sharding) and not config.precision.fp8_head
         self.loss_shard = LossShard(vocab_size, layout, self.tp_group, chunk_bytes) if chunked else None
         self.setup_embeddings_and_output_layer()
         initialise_parameters(

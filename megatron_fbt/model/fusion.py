@@ -4,7 +4,7 @@ Every variant has two [D, D] matrices, one for the state and one for the token, 
 output. So no rank holds a whole matrix, and any layout's checkpoint is cut along one dimension.
 """
 
-from typing import Dict, Type
+from typing import Callable, Dict, Type
 
 import torch
 from megatron.core import tensor_parallel
@@ -22,6 +22,7 @@ class Fusion(MegatronModule):
         config: Megatron-Core's configuration.
         input_scale: s, the RMS of a plain input.
         tp_group: tensor-parallel group.
+        linear: builds the two matrices as Megatron-Core's column-parallel layer.
     """
 
     state_matrix: str
@@ -29,12 +30,18 @@ class Fusion(MegatronModule):
     token_matrix: str
     """Attribute that holds W_token."""
 
-    def __init__(self, config: TransformerConfig, input_scale: float, tp_group: torch.distributed.ProcessGroup):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        input_scale: float,
+        tp_group: torch.distributed.ProcessGroup,
+        linear: Callable = tensor_parallel.ColumnParallelLinear,
+    ):
         super().__init__(config=config)
         self.input_scale = input_scale
         self.tp_group = tp_group
         for name in (self.state_matrix, self.token_matrix):
-            matrix = tensor_parallel.ColumnParallelLinear(
+            matrix = linear(
                 config.hidden_size,
                 config.hidden_size,
                 config=config,
@@ -119,7 +126,11 @@ FUSIONS: Dict[str, Type[Fusion]] = {"gate": GateFusion, "concat": ConcatFusion, 
 
 
 def build_fusion(
-    kind: str, config: TransformerConfig, input_scale: float, tp_group: torch.distributed.ProcessGroup
+    kind: str,
+    config: TransformerConfig,
+    input_scale: float,
+    tp_group: torch.distributed.ProcessGroup,
+    linear: Callable = tensor_parallel.ColumnParallelLinear,
 ) -> Fusion:
-    """The fusion layer that `feedback.fusion` names."""
-    return FUSIONS[kind](config, input_scale, tp_group)
+    """The fusion layer that `feedback.fusion` names; see Fusion."""
+    return FUSIONS[kind](config, input_scale, tp_group, linear)

@@ -39,6 +39,7 @@ POSITIVE_INTEGERS = {
     "training.spikes": "window",
     "checkpoint": "save_interval keep_last keep_every",
     "logging": "log_interval diagnostics_interval straggler_interval",
+    "precision": "fp8_amax_history_len",
 }
 NUMBERS_ABOVE_ZERO = {
     "model": "layernorm_epsilon rotary_base init_method_std residual_multiplier",
@@ -65,13 +66,14 @@ SWITCHES = {
     "data": "mmap eod_mask_loss reset_attention_mask reset_position_ids",
     "checkpoint": "keep_best async_save verify_on_load",
     "logging": "tensorboard",
+    "precision": "fp8_emulated fp8_fusion fp8_head",
 }
 CHOICES = {
     "model": "input_norm transformer_impl",
     "memory": "recompute recompute_passes",
     "feedback": "fusion",
     "feedback.prefix": "granularity",
-    "precision": "dtype",
+    "precision": "dtype fp8_recipe fp8_amax_compute_algo",
     "optimizer": "type sharding lr_decay_style muon_adjust_lr_fn",
     "data": "format",
     "data.tokenizer": "type",
@@ -95,6 +97,8 @@ REFUSED = [
     *cases({"optimizer": "lr_decay_fraction"}, -0.1, 1.1, NAN, None),
     *cases({"feedback.prefix": "probability low high"}, -0.1, 1.1, NAN, INF, "1", True, None),
     *cases({"training.z_loss": "coefficient from_fraction to_fraction"}, -1e-9, NAN, INF, "1", True, None),
+    *cases({"precision": "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"}, -1, 0.5, NAN, None),
+    *cases({"precision": "fp8"}, "other", True, 1),
     ("training.z_loss", "from_fraction", 1.0),
     ("training.z_loss", "to_fraction", 0.0),
     ("training.z_loss", "to_fraction", 1.1),
