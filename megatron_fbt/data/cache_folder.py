@@ -65,6 +65,12 @@ def read_report(folder: Path) -> Dict[str, Any]:
     return json.loads((folder / REPORT).read_text(encoding="utf-8"))
 
 
+def folders_made(cache: str) -> Dict[str, int]:
+    """The folders of a cache, each with the time in ns at which it was made."""
+    reports = Path(cache).glob(f"*/{REPORT}")
+    return {str(report.parent): report.stat().st_mtime_ns for report in reports}
+
+
 def read_array(path: Path, dtype: str, mmap: bool) -> numpy.ndarray:
     """The numbers of a flat file, [all], mapped into memory or read."""
     return numpy.memmap(path, mode="r", dtype=dtype) if mmap else numpy.fromfile(path, dtype=dtype)

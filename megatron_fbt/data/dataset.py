@@ -12,7 +12,7 @@ import torch
 
 from megatron_fbt.config.data import parse_split
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.data.cache_folder import is_whole
+from megatron_fbt.data.cache_folder import folders_made, is_whole
 from megatron_fbt.data.conversations import open_conversations, prepare_conversations
 from megatron_fbt.data.data_plan import DataPlan, plan_of_blend
 from megatron_fbt.data.first_rank import first_rank_first, from_first_rank, is_first_rank, on_other_nodes
@@ -111,10 +111,10 @@ def build_datasets(
     if train_samples < 1:
         raise ConfigError(f"the run has {train_samples} training samples; training needs at least one step")
     if config.data.format == "labelled":
-        return _build_labelled(config, train_samples, valid_samples)
+        return _build_labelled(config, train_samples, valid_samples, log)
     tokenizer.eod  # noqa: B018  refused before any data are read
     if config.data.format == "conversations":
-        return _build_conversations(config, tokenizer, train_samples, valid_samples)
+        return _build_conversations(config, tokenizer, train_samples, valid_samples, log)
 
     def build(builds: bool) -> Datasets:
         if config.data.sources:
@@ -158,8 +158,11 @@ def open_paths(config: PretrainConfig, tokenizer=None, check: bool = True) -> Li
     ]
 
 
-def _build_conversations(config: PretrainConfig, tokenizer, train_samples: int, valid_samples: int) -> Datasets:
-    folder = _prepare(lambda: prepare_conversations(config.data, cache_folder(config), tokenizer))
+def _build_conversations(
+    config: PretrainConfig, tokenizer, train_samples: int, valid_samples: int, log: Optional[IndexLog]
+) -> Datasets:
+    cache = cache_folder(config)
+    folder = _prepare(lambda: prepare_conversations(config.data, cache, tokenizer), cache, log)
 
     def build(_: bool) -> Datasets:
         conversations = open_conversations(folder, config.data.mmap)
@@ -169,8 +172,11 @@ def _build_conversations(config: PretrainConfig, tokenizer, train_samples: int, 
     return first_rank_first(build)
 
 
-def _build_labelled(config: PretrainConfig, train_samples: int, valid_samples: int) -> Datasets:
-    folder = _prepare(lambda: prepare_labelled(config.data, cache_folder(config), config.model.vocab_size))
+def _build_labelled(
+    config: PretrainConfig, train_samples: int, valid_samples: int, log: Optional[IndexLog]
+) -> Datasets:
+    cache = cache_folder(config)
+    folder = _prepare(lambda: prepare_labelled(config.data, cache, config.model.vocab_size), cache, log)
 
     def build(_: bool) -> Datasets:
         source = open_labelled(folder, config.data.mmap)
@@ -179,9 +185,14 @@ def _build_labelled(config: PretrainConfig, train_samples: int, valid_samples: i
     return first_rank_first(build)
 
 
-def _prepare(work: Callable[[], Iterator[str]]) -> str:
+def _prepare(work: Callable[[], Iterator[str]], cache: str, log: Optional[IndexLog]) -> str:
+    """The folder that `work` makes or finds in the cache, on each node."""
+    before = folders_made(cache) if log is not None else {}
     folder = from_first_rank(work)
     on_other_nodes(lambda: not is_whole(Path(folder)), work)
+    if log is not None:
+        was_there = folders_made(cache).get(folder) == before.get(folder)
+        (log.found if was_there else log.built).append(folder)
     return folder
 
 
