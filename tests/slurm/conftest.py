@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -21,11 +22,14 @@ def cluster():
         pytest.skip(f"a SLURM of our own cannot be started: {lacking}")
     folder = Path(tempfile.mkdtemp(prefix="fbt-slurm-", dir="/tmp"))
     cluster = Cluster(folder)
+    # A time limit ends pytest by this signal, which would leave the daemons behind.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cluster.start()
         yield cluster
     finally:
         cluster.stop()
+        signal.signal(signal.SIGTERM, previous)
         shutil.rmtree(folder, ignore_errors=True)
 
 
