@@ -188,7 +188,7 @@ def _build_labelled(
 def _prepare(work: Callable[[], Iterator[str]], cache: str, log: Optional[IndexLog]) -> str:
     """The folder that `work` makes or finds in the cache, on each node."""
     before = folders_made(cache) if log is not None else {}
-    folder = from_first_rank(work)
+    folder = os.path.join(cache, os.path.basename(from_first_rank(work)))
     on_other_nodes(lambda: not is_whole(Path(folder)), work)
     if log is not None:
         was_there = folders_made(cache).get(folder) == before.get(folder)
