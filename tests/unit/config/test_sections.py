@@ -47,6 +47,7 @@ NUMBERS_ABOVE_ZERO = {
     "parallel": "collective_timeout_s data_timeout_s load_timeout_s save_timeout_s",
     "checkpoint": "lease_seconds",
     "optimizer": "lr muon_lr adam_eps",
+    "memory": "loss_chunk_mib",
 }
 NUMBERS_FROM_ZERO = {
     "feedback.loss_weights": "first_pass extra_passes",
@@ -91,6 +92,7 @@ REFUSED = [
     *cases(NUMBERS_FROM_ZERO, -1e-9, NAN, INF, -INF, "1", False, None),
     *cases(FRACTIONS_BELOW_ONE, -0.1, 1.0, NAN, INF, "0.1", None),
     *cases(SWITCHES, 1, "true", None),
+    *cases({"memory": "chunked_loss"}, 1, "true"),
     *cases(CHOICES, "other", None, 1),
     *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters max_rewinds", "run": "seed"}, -1, 0.5, NAN, None),
     *cases({"data": "num_workers"}, -1, 0.5, NAN, "1", True),
