@@ -19,6 +19,5 @@ set -u
 
 export OMP_NUM_THREADS=8
 
-part=$(printf '%02d' "$SLURM_ARRAY_TASK_ID")
-python tools/preprocess_data.py --input "data/raw/part-$part.jsonl.gz" --tokenizer_path data/tokenizer.model \
-    --output "data/corpus-$part" --workers 8
+python tools/preprocess_data.py --input data/raw --tokenizer_path data/tokenizer.model --output data/corpus \
+    --shards 64 --num_nodes 16 --node_rank "$SLURM_ARRAY_TASK_ID" --workers 8
