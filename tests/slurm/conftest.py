@@ -28,6 +28,7 @@ def cluster():
         cluster.start()
         yield cluster
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         cluster.stop()
         signal.signal(signal.SIGTERM, previous)
         shutil.rmtree(folder, ignore_errors=True)
