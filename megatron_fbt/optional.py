@@ -26,13 +26,37 @@ def transformer_engine_problem() -> Optional[str]:
     return None
 
 
-def hide_broken_transformer_engine() -> None:
-    """Let Megatron-Core import as if Transformer Engine were absent where its installation is broken.
+def apex_problem() -> Optional[str]:
+    """Why NVIDIA's Apex cannot be used here, or None if it can. Another package has the same name."""
+    if "apex" in sys.modules and sys.modules["apex"] is None:
+        return "another package called apex, or a broken installation"
+    if importlib.util.find_spec("apex") is None:
+        return "not installed"
+    try:
+        importlib.import_module("apex.optimizers").FusedAdam  # noqa: B018
+    except Exception:  # the foreign package imports whatever it likes
+        return "another package called apex, or a broken installation"
+    return None
 
-    PyPI's empty `transformer-engine` package raises RuntimeError on import; Megatron-Core guards against ImportError.
+
+def weight_gradient_kernel_problem() -> Optional[str]:
+    """Why Apex's fused weight-gradient accumulation cannot be used here, or None if it can."""
+    problem = apex_problem()
+    if problem is None and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        return "built without --cuda_ext"
+    return problem
+
+
+def hide_broken_libraries() -> None:
+    """Let Megatron-Core import as if Transformer Engine or Apex were absent where the installation is broken.
+
+    PyPI's empty `transformer-engine` package raises RuntimeError on import, and a foreign `apex` whatever it likes, or
+    nothing, and lacks what Megatron-Core then asks it for; Megatron-Core guards against ImportError.
     """
     if transformer_engine_problem() not in (None, "not installed"):
         sys.modules["transformer_engine"] = None
+    if apex_problem() not in (None, "not installed"):
+        sys.modules["apex"] = None
 
 
 def deepspeed_problem() -> Optional[str]:

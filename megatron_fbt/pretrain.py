@@ -74,11 +74,12 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     tokenizer = run_tokenizer(config)
     config.model.vocab_size = check_vocab_size(config, tokenizer.vocab_size)
     plan = make_plan(config, world_size, config.model.vocab_size, phase_starts, done)
-    if is_main:
-        print(plan.describe(), flush=True)
     from megatron_fbt.core.backends import check_backend
+    from megatron_fbt.core.precision_report import precision_report
     from megatron_fbt.training.session import run_session
 
+    if is_main:
+        print(plan.describe(), precision_report(config).describe(), sep="\n", flush=True)
     check_backend(config)
     run_session(config, plan, tokenizer, checkpoint, is_main, signals)
 

@@ -23,6 +23,7 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     """
     check_megatron_core_version()
     world_size = resolve_world_size(config, os.environ, dry_run=True)
+    from megatron_fbt.core.precision_report import precision_report
     from megatron_fbt.training.fingerprint import stage_samples
     from megatron_fbt.training.resume import find_resume_point
     from megatron_fbt.training.run_folder import steps_and_samples, stored_phase_starts
@@ -33,10 +34,22 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     from megatron_fbt.data.forecast import forecast
 
     data, notes = forecast(config, plan.train_samples, stage_samples(config, checkpoint))
+    precision = precision_report(config)
     if options.json:
-        print(json.dumps({**plan.as_dict(), "data": data and data.as_dict(), "data_notes": notes}, indent=2))
+        print(
+            json.dumps(
+                {
+                    **plan.as_dict(),
+                    "precision": precision.as_dict(),
+                    "data": data and data.as_dict(),
+                    "data_notes": notes,
+                },
+                indent=2,
+            )
+        )
         return
     print(plan.describe())
+    print(precision.describe())
     print("\n".join([*(["", data.describe()] if data else []), *(f"note: {note}" for note in notes)]), end="")
     print("\n" if data or notes else "", end="")
 

@@ -2,6 +2,7 @@
 
 from typing import List, Tuple
 
+from megatron_fbt.config.deepspeed import ZERO_STAGES
 from megatron_fbt.config.parameter_count import padded_vocab_size
 from megatron_fbt.config.pretrain import PretrainConfig
 
@@ -13,6 +14,12 @@ CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxf
 
 def precision_problems(config: PretrainConfig) -> List[str]:
     """What cannot be combined with the number formats; whatever libraries and devices there are."""
+    sharding = config.optimizer.sharding
+    if config.precision.gradient_accumulation_fusion and sharding in ZERO_STAGES:
+        return [
+            f"precision.gradient_accumulation_fusion = true: optimizer.sharding = {sharding!r} has no buffers that "
+            "layers could add gradients to; set it to null, or optimizer.sharding to megatron"
+        ]
     if config.precision.fp8 is None:
         return []
     return _backend_problems(config) + _layer_problems(config) + _delayed_problems(config) + _dimension_problems(config)

@@ -15,8 +15,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function: Callable, *args, **kwargs):
-    """Call a function whose intermediate results are computed again in the backward, with the same dropout masks."""
+def recomputed(function: Callable, *args, fp8: bool = False, **kwargs):
+    """Call a function whose intermediate results are computed again in the backward, with the same dropout masks.
+
+    Args:
+        function: what is called.
+        args: its arguments.
+        fp8: Transformer Engine may be in one of its FP8 contexts, which the backward is outside of: its own checkpoint
+            enters the context again, with the same recipe.
+        kwargs: more of its arguments.
+    """
+    if fp8:
+        from transformer_engine.pytorch.distributed import checkpoint as checkpoint_in_fp8
+
+        return checkpoint_in_fp8(
+            function, *args, use_reentrant=False, get_rng_state_tracker=get_cuda_rng_tracker, **kwargs
+        )
     states = []
 
     def run(*run_args, **run_kwargs):
@@ -43,7 +57,7 @@ class RecomputingLayer(TransformerLayer):
         """See TransformerLayer."""
         if self.recompute != "full" or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        return recomputed(super().forward, *args, **kwargs)
+        return recomputed(super().forward, *args, fp8=self.config.fp8 is not None, **kwargs)
 
 
 class RecomputingAttention(SelfAttention):
@@ -61,6 +75,7 @@ class RecomputingAttention(SelfAttention):
             value,
             attention_mask,
             attn_mask_type=attn_mask_type or self.attn_mask_type,
+            fp8=self.config.fp8 is not None,
             **kwargs,
         )
 

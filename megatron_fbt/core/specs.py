@@ -1,11 +1,13 @@
 """Layer specs of the two backends, and Megatron-Core's configuration built from ours."""
 
+import contextlib
 import functools
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Union
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -18,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_fbt.config.precision import PrecisionConfig
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.core.backends import backend_of
+from megatron_fbt.core.backends import backend_of, fuses_weight_gradients
 from megatron_fbt.core.fp8 import emulated
 from megatron_fbt.core.recompute import RecomputingAttention, RecomputingLayer
 from megatron_fbt.model.layers import RMSNorm, SDPAttention
@@ -55,7 +57,7 @@ def transformer_config(config: PretrainConfig) -> TransformerConfig:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fuses_weight_gradients(config),
         persist_layer_norm=False,
         init_method=_keep_uninitialised,
         output_layer_init_method=_keep_uninitialised,
@@ -191,4 +193,11 @@ def column_linear(config: PretrainConfig, low: bool) -> Callable:
         return emulated(plain, config.precision)
     from megatron.core.extensions import transformer_engine as te
 
-    return te.TEColumnParallelLinear
+    return functools.partial(te.TEColumnParallelLinear, skip_bias_add=False, is_expert=False)
+
+
+def fusion_context(config: PretrainConfig, mcore: TransformerConfig) -> Callable[[], ContextManager]:
+    """What the fusion layer's products run in: Transformer Engine's FP8 where it is asked for."""
+    if not config.precision.fp8_fusion or config.precision.fp8_emulated:
+        return contextlib.nullcontext
+    return functools.partial(get_fp8_context, mcore)

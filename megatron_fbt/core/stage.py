@@ -18,7 +18,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.attention_context import AttentionContext
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.recompute import set_recompute
-from megatron_fbt.core.specs import block_spec, column_linear, transformer_config
+from megatron_fbt.core.specs import block_spec, column_linear, fusion_context, transformer_config
 from megatron_fbt.model.chunked_loss import LossShard, chunked_loss
 from megatron_fbt.model.fusion import build_fusion
 from megatron_fbt.model.initialise import global_name, initialise_parameters
@@ -51,7 +51,8 @@ class FBTStage(LanguageModule):
                 mcore, padded_vocab_size, sequence_length, position_embedding_type="rope", tp_group=self.tp_group
             )
             kind, linear = config.feedback.fusion, column_linear(config, config.precision.fp8_fusion)
-            self.fusion = build_fusion(kind, mcore, resolved_input_scale(config), self.tp_group, linear)
+            scale, context = resolved_input_scale(config), fusion_context(config, mcore)
+            self.fusion = build_fusion(kind, mcore, scale, self.tp_group, linear, context)
         self.context = AttentionContext(config, mcore, self.cp_group)
         self.decoder = TransformerBlock(
             mcore,

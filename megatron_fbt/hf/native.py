@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_fbt.config.memory import MemoryConfig
 from megatron_fbt.config.parallel import ParallelConfig
 from megatron_fbt.config.plan import padded_vocab_size
+from megatron_fbt.config.precision import PrecisionConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.checkpoint_io import check_files, read_pieces
 from megatron_fbt.core.cpu import on_gpu
@@ -40,7 +41,7 @@ def native_logits(
     """
     config = copy.deepcopy(config)
     config.parallel, config.memory = ParallelConfig(), MemoryConfig()
-    config.precision.dtype, config.model.transformer_impl = "fp32", "torch"
+    config.precision, config.model.transformer_impl = PrecisionConfig("fp32"), "torch"
     own_group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # whatever a launcher's variables say
     dist.init_process_group("nccl" if on_gpu() else "gloo", **own_group)
     layout = None

@@ -4,7 +4,8 @@ Every variant has two [D, D] matrices, one for the state and one for the token, 
 output. So no rank holds a whole matrix, and any layout's checkpoint is cut along one dimension.
 """
 
-from typing import Callable, Dict, Type
+import contextlib
+from typing import Callable, ContextManager, Dict, Type
 
 import torch
 from megatron.core import tensor_parallel
@@ -23,6 +24,7 @@ class Fusion(MegatronModule):
         input_scale: s, the RMS of a plain input.
         tp_group: tensor-parallel group.
         linear: builds the two matrices as Megatron-Core's column-parallel layer.
+        context: what their products run in.
     """
 
     state_matrix: str
@@ -36,10 +38,11 @@ class Fusion(MegatronModule):
         input_scale: float,
         tp_group: torch.distributed.ProcessGroup,
         linear: Callable = tensor_parallel.ColumnParallelLinear,
+        context: Callable[[], ContextManager] = contextlib.nullcontext,
     ):
         super().__init__(config=config)
         self.input_scale = input_scale
-        self.tp_group = tp_group
+        self.tp_group, self.context = tp_group, context
         for name in (self.state_matrix, self.token_matrix):
             matrix = linear(
                 config.hidden_size,
@@ -78,45 +81,6 @@ class Fusion(MegatronModule):
         """Element-wise, of W_state h and W_token N(e)."""
         return value + token
 
-    def _value(self, states: torch.Tensor) -> torch.Tensor:
-        """W_state h, [s, b, h/tp]."""
-        return getattr(self, self.state_matrix)(self.prepare(states))[0]
-
-    def _fuse(self, normed_tokens: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        token = getattr(self, self.token_matrix)(normed_tokens)[0]
-        return rms_normalize(self._whole_rows(self.mix(value, token)), self.config.layernorm_epsilon) * self.input_scale
-
-    def _whole_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h/tp] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
-        if self.tp_group.size() == 1:
-            return x
-        if not self.config.sequence_parallel:
-            return tensor_parallel.gather_from_tensor_model_parallel_region(x, self.tp_group)
-        rows = tensor_parallel.all_to_all_hp2sp(x, self.tp_group)
-        return rows.view(-1, x.size(1), self.config.hidden_size)
-
-
-class GateFusion(Fusion):
-    """u_t = N((W_U h_{t-1}) * sigmoid(W_G N(e_t))) * s."""
-
-    state_matrix, token_matrix = "state_proj", "token_gate"
-
-    def mix(self, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """The token only gates."""
-        return value * torch.sigmoid(token)
-
-
-class AddFusion(Fusion):
-    """u_t = N(W_U h_{t-1} + W_T N(e_t)) * s."""
-
-    state_matrix, token_matrix = "state_proj", "token_proj"
-
-
-class ConcatFusion(Fusion):
-    """u_t = N(W_C [N(h_{t-1}); N(e_t)]) * s, W_C [D, 2D] kept as its state half and its token half."""
-
-    state_matrix, token_matrix = "concat_state_proj", "concat_token_proj"
-
     def prepare(self, states: torch.Tensor) -> torch.Tensor:
         """N(h)."""
         return rms_normalize(states, self.config.layernorm_epsilon)
@@ -131,6 +95,7 @@ def build_fusion(
     input_scale: float,
     tp_group: torch.distributed.ProcessGroup,
     linear: Callable = tensor_parallel.ColumnParallelLinear,
+    context: Callable[[], ContextManager] = contextlib.nullcontext,
 ) -> Fusion:
     """The fusion layer that `feedback.fusion` names; see Fusion."""
-    return FUSIONS[kind](config, input_scale, tp_group, linear)
+    return FUSIONS[kind](config, input_scale, tp_group, linear, context)

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_fbt.config.checks import launcher_number, layout_problems
 from megatron_fbt.config.memory import MemoryConfig
 from megatron_fbt.config.parallel import ParallelConfig
+from megatron_fbt.config.precision import PrecisionConfig
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.rules import raise_problems
 from megatron_fbt.core.checkpoint_io import check_files
@@ -165,7 +166,7 @@ def native_config(
     """
     config = copy.deepcopy(written_config(step))
     config.parallel, config.memory = ParallelConfig(tensor, pipeline), MemoryConfig()
-    config.precision.dtype, config.model.transformer_impl = dtype or config.precision.dtype, "torch"
+    config.precision, config.model.transformer_impl = PrecisionConfig(dtype or config.precision.dtype), "torch"
     raise_problems(config.parallel.problems() + config.precision.problems())
     raise_problems(layout_problems(config))
     processes = world_size or launcher_number(os.environ, "WORLD_SIZE") or 1

@@ -99,6 +99,10 @@ DELAYED = recipe("delayed", feedback__schedule=[PassPhase(0.0, {2: 1.0})])
             on_gpu(**DELAYED, precision__fp8_amax_history_len=7, training__global_batch_size=8),
             ["fp8_amax_history_len = 7", "at least 16", "2 passes of 8 micro-batches"],
         ),
+        (
+            make(optimizer__sharding="zero2", precision__gradient_accumulation_fusion=True),
+            ["precision.gradient_accumulation_fusion = true", "'zero2'", "set it to null"],
+        ),
         (on_gpu(**DELAYED, memory__recompute="full"), ["memory.recompute = 'full'", "last first", "selective"]),
     ],
 )

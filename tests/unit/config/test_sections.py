@@ -101,6 +101,7 @@ REFUSED = [
     *cases({"training.z_loss": "coefficient from_fraction to_fraction"}, -1e-9, NAN, INF, "1", True, None),
     *cases({"precision": "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"}, -1, 0.5, NAN, None),
     *cases({"precision": "fp8"}, "other", True, 1),
+    *cases({"precision": "gradient_accumulation_fusion"}, "other", 1),
     ("training.z_loss", "from_fraction", 1.0),
     ("training.z_loss", "to_fraction", 0.0),
     ("training.z_loss", "to_fraction", 1.1),
