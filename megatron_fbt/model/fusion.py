@@ -81,6 +81,57 @@ class Fusion(MegatronModule):
         """Element-wise, of W_state h and W_token N(e)."""
         return value + token
 
+    def suffix(self, normed_tokens: torch.Tensor, states: torch.Tensor, start: int) -> torch.Tensor:
+        """As forward, for positions from `start` >= 1 on.
+
+        Args:
+            normed_tokens: N(e) of these positions, [s - start, b, h], or [(s - start)/tp, b, h].
+            states: h of the previous pass, of the whole row, not shifted, [s, b, h] or [s/tp, b, h].
+            start: the first of them.
+        """
+        return self._fuse(normed_tokens, self._value(states)[start - 1 : -1])
+
+    def _value(self, states: torch.Tensor) -> torch.Tensor:
+        """W_state h, [s, b, h/tp]."""
+        with self.context():
+            return getattr(self, self.state_matrix)(self.prepare(states))[0]
+
+    def _fuse(self, normed_tokens: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with self.context():
+            token = getattr(self, self.token_matrix)(normed_tokens)[0]
+        return rms_normalize(self._whole_rows(self.mix(value, token)), self.config.layernorm_epsilon) * self.input_scale
+
+    def _whole_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, h/tp] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        if self.tp_group.size() == 1:
+            return x
+        if not self.config.sequence_parallel:
+            return tensor_parallel.gather_from_tensor_model_parallel_region(x, self.tp_group)
+        rows = tensor_parallel.all_to_all_hp2sp(x, self.tp_group)
+        return rows.view(-1, x.size(1), self.config.hidden_size)
+
+
+class GateFusion(Fusion):
+    """u_t = N((W_U h_{t-1}) * sigmoid(W_G N(e_t))) * s."""
+
+    state_matrix, token_matrix = "state_proj", "token_gate"
+
+    def mix(self, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """The token only gates."""
+        return value * torch.sigmoid(token)
+
+
+class AddFusion(Fusion):
+    """u_t = N(W_U h_{t-1} + W_T N(e_t)) * s."""
+
+    state_matrix, token_matrix = "state_proj", "token_proj"
+
+
+class ConcatFusion(Fusion):
+    """u_t = N(W_C [N(h_{t-1}); N(e_t)]) * s, W_C [D, 2D] kept as its state half and its token half."""
+
+    state_matrix, token_matrix = "concat_state_proj", "concat_token_proj"
+
     def prepare(self, states: torch.Tensor) -> torch.Tensor:
         """N(h)."""
         return rms_normalize(states, self.config.layernorm_epsilon)
