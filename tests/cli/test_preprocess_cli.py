@@ -214,6 +214,33 @@ def test_impossible_options_are_exit_code_2(tmp_path, model, capsys, arguments, 
     assert run("preprocess_data", *args) == 2 and message in capsys.readouterr().err
 
 
+def test_shards_are_checked_and_merged_by_the_same_tool(tmp_path, model, capsys):
+    for name in ("a", "b", "c"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(4)])
+    args = ("--input", tmp_path / "[abc].jsonl", "--output", tmp_path / "x", "--tokenizer_path", model, "--json")
+    for rank in (1, 0):
+        assert run("preprocess_data", *args, "--shards", 3, "--num_nodes", 2, "--node_rank", rank) == 0
+    *_, report = map(json.loads, capsys.readouterr().out.splitlines())
+    assert report["shards"] == {"made": 2, "kept": 0, "of": 3} and report["documents"] == 8
+    merge = ("merge", tmp_path / "x.manifest.json", "--output", tmp_path / "all")
+    assert run("preprocess_data", *merge) == 0 and run("preprocess_data", *merge) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert run("preprocess_data", "validate", tmp_path / "all", tmp_path / "x.manifest.json") == 0
+    assert "4 shards, 24 documents" in capsys.readouterr().out
+    found, tokenizer = documents(tmp_path / "all", model)
+    assert [tokenizer.detokenize(ids) for ids in found] == [f"{name} {i}" for name in "abc" for i in range(4)]
+    (tmp_path / "all.bin").write_bytes(b"")
+    assert run("preprocess_data", "validate", tmp_path / "all") == 3
+    assert "all.bin: size: 0 bytes found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["validate", "merge"])
+def test_subcommands_have_a_help_with_an_example(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        run("preprocess_data", command, "--help")
+    assert end.value.code == 0 and f"python tools/preprocess_data.py {command}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("tool", ["preprocess_data", "train_tokenizer"])
 def test_help_has_an_example_and_tools_are_short(tool, capsys):
     with pytest.raises(SystemExit) as end:

@@ -344,6 +344,15 @@ def test_cut_and_damaged_parquet_files_are_named(tokenizers, tmp_path, kept):
     assert not contents(tmp_path / "out")
 
 
+def test_a_tiktoken_tokenizer_without_end_token_is_refused_before_any_data_are_read(tiktoken_file, tmp_path):
+    (tmp_path / "t.tiktoken").write_bytes(tiktoken_file.read_bytes())
+    facts = json.loads((tiktoken_file.parent / "small.tiktoken.json").read_text())
+    (tmp_path / "t.tiktoken.json").write_text(json.dumps({**facts, "eod": None}))
+    settings = EncodeSettings("tiktoken", str(tmp_path / "t.tiktoken"))
+    with pytest.raises(DataError, match="names no end-of-document token"):
+        preprocess(PreprocessOptions([str(tmp_path / "nowhere.jsonl")], str(tmp_path / "x"), settings))
+
+
 def test_without_pyarrow_the_error_says_what_to_install(tokenizers, tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     write_parquet(tmp_path / "in" / "b.parquet", ["a"])
