@@ -26,7 +26,7 @@ def run_tool(work: Callable[[], None]) -> int:
     except FBTError as error:
         return tell(error)
     except KeyboardInterrupt:
-        print("stopped: nothing was written", file=sys.stderr)
+        print("stopped: no output is incomplete", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, previous)
