@@ -6,7 +6,7 @@ parallel inputs, and output gradients of row-parallel layers) has one scale, as 
 the same on all tensor- and data-parallel ranks of a stage.
 """
 
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from megatron_fbt.config.precision import PrecisionConfig
+from megatron_fbt.core.pieces import Piece
 from megatron_fbt.model.fp8 import SCALINGS, Operand, Quantised, QuantisedProduct, formats, scale_of
+from megatron_fbt.model.initialise import global_name
 
 OPERANDS = ("inputs", "weights", "gradients")
-EXTRA_STATE = "_extra_state"
-"""Part of the names of tensors that only FP8 needs, as in Megatron-Core's checkpoints."""
+EXTRA_STATE = "optimizer._extra_state."
+"""Before the names of tensors in a checkpoint that the delayed recipe alone reads; exports leave out "optimizer."."""
 
 
 class EmulatedProducts:
@@ -157,3 +159,14 @@ def fp8_state(stage: torch.nn.Module) -> Iterator[Tuple[str, Dict[str, Tensor]]]
     for name, module in stage.named_modules():
         if isinstance(module, EmulatedProducts) and module.is_delayed:
             yield name, {"amax_history": module.amax_history, "scales": module.scales}
+
+
+def fp8_pieces(stage: torch.nn.Module) -> List[Piece]:
+    """What a checkpoint holds of them, to be written or filled in place."""
+    layout, found = stage.layout, []
+    for module, held in fp8_state(stage):
+        name = global_name(module, stage.decoder.layers[0].layer_number - 1, tied=False)
+        for kind, tensor in held.items():
+            size, key = tuple(tensor.shape), f"{EXTRA_STATE}{name}.{kind}"
+            found.append(Piece(key, size, (0,) * tensor.dim(), tensor, layout.tensor_rank == 0, replicated=True))
+    return found

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron_fbt import __version__
 from megatron_fbt.config.checkpoint import CheckpointConfig
 from megatron_fbt.core.checkpoint_io import check_files, read_pieces, read_tensors
 from megatron_fbt.core.checkpoint_write import Written, plan_save
+from megatron_fbt.core.fp8 import fp8_pieces
 from megatron_fbt.core.grad_sync import FUSION_GROUP
 from megatron_fbt.core.optimizer_state import MASTER
 from megatron_fbt.core.parallel import Layout
@@ -88,7 +89,7 @@ class Checkpointer:
         """
         described = _describe(stage, optimizer, self.layout)
         weights = _weight_pieces(described, stage, optimizer)
-        pieces = [*_flat(weights), *_flat(_state_pieces(described, stage, optimizer))]
+        pieces = [*_flat(weights), *_flat(_state_pieces(described, stage, optimizer)), *fp8_pieces(stage)]
         own = pieces_to_write(pieces, self.layout.data_rank, self.layout.data_size)
         temporary = on_first_rank(lambda: self._make_room(state.step), self.group)
         planned = plan_save(own, temporary, self.group)
@@ -158,7 +159,7 @@ class Checkpointer:
         """
         state = read_trainer_state(checkpoint)
         optimizer.updates, optimizer.fusion_updates = state.updates, state.fusion_updates
-        self._read_into(checkpoint, stage, optimizer, state, [])
+        self._read_into(checkpoint, stage, optimizer, state, [], fp8_pieces(stage))
         groups = optimizer.param_groups
         counts = [state.fusion_updates if group.get(FUSION_GROUP) else state.updates for group in groups]
         optimizer.set_group_steps(counts)
@@ -173,7 +174,13 @@ class Checkpointer:
         self._read_into(checkpoint, stage, optimizer, TrainerState(), [f"optimizer.{MASTER}."])
 
     def _read_into(
-        self, checkpoint: Path, stage: FBTStage, optimizer: Optimizer, state: TrainerState, better: List[str]
+        self,
+        checkpoint: Path,
+        stage: FBTStage,
+        optimizer: Optimizer,
+        state: TrainerState,
+        better: List[str],
+        optional: Sequence[Piece] = (),
     ) -> None:
         """Read weights and the states that they have after so many updates.
 
@@ -185,6 +192,7 @@ class Checkpointer:
             optimizer: its optimizer.
             state: says how many updates there were.
             better: prefixes of names that weights are read from where the checkpoint has them.
+            optional: more to be read where the checkpoint has it in this shape; left as it is where not.
         """
         verify = self.config.verify_on_load
         on_first_rank(lambda: check_files(checkpoint, verify) and None, self.group)
@@ -198,7 +206,7 @@ class Checkpointer:
                 own_master = all(piece.tensor.dtype == torch.float32 for piece in pieces)
                 wanted[f"weight {name}"] = _from(pieces, [f"optimizer.{MASTER}."] if own_master else better, index)
             pieces = [_without_master(piece, index) for piece in _flat(wanted)]
-            read_pieces(pieces, checkpoint, index, verify)
+            read_pieces(pieces + [piece for piece in optional if _is_stored(piece, index)], checkpoint, index, verify)
 
         on_all_ranks(read, self.group)
 
@@ -261,6 +269,11 @@ def _from(pieces: List[Piece], prefixes: List[str], index: Metadata) -> List[Pie
         if all(prefix + piece.name in index.state_dict_metadata for piece in pieces):
             return [dataclasses.replace(piece, name=prefix + piece.name) for piece in pieces]
     return pieces
+
+
+def _is_stored(piece: Piece, index: Metadata) -> bool:
+    """Whether the checkpoint has a tensor of a piece's name and size."""
+    return tuple(getattr(index.state_dict_metadata.get(piece.name), "size", ())) == piece.size
 
 
 def _without_master(piece: Piece, index: Metadata) -> Piece:
