@@ -10,11 +10,13 @@ with their sizes and sums, which the processes that build compare when they open
 
 import contextlib
 import copy
+import glob
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass, field
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -31,6 +33,9 @@ with quiet_megatron():
 
 logger = logging.getLogger(__name__)
 
+LEFTOVER_S = 86400.0
+"""Age in seconds of a folder of an unfinished entry after which its builder is taken to be dead."""
+_STAGING = ".building-"
 _BLOCK = 8 << 20
 """Bytes hashed at once."""
 SUMS, DESCRIPTION = "sums.json", "description.txt"
@@ -139,7 +144,8 @@ class _Entry:
         """
         try:
             os.makedirs(self.folder, exist_ok=True)
-            staging = tempfile.mkdtemp(prefix=".building-", dir=self.folder)
+            _remove_leftovers(self.folder)
+            staging = tempfile.mkdtemp(prefix=_STAGING, dir=self.folder)
             try:
                 self._fill(staging, arrays, description)
             finally:
@@ -178,6 +184,14 @@ class _Entry:
                 f"index cache {self.path(file)}: cannot be read here ({error}); data.cache_dir must be a folder that "
                 "all processes share, or a disk of their node"
             ) from error
+
+
+def _remove_leftovers(folder: str) -> None:
+    """Remove what builders that were killed have left."""
+    for left in glob.glob(os.path.join(glob.escape(folder), f"{_STAGING}*")):
+        with contextlib.suppress(OSError):  # its builder has just ended
+            if time.time() - os.path.getmtime(left) > LEFTOVER_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _sum(path: str, expected_bytes: int) -> Optional[Dict]:

@@ -3,7 +3,9 @@
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
+import time
 from pathlib import Path
 
 import numpy
@@ -134,6 +136,14 @@ def test_damaged_files_are_noticed_and_built_again(tmp_path, kind, damage, caplo
     assert not list((tmp_path / "run").rglob(".building-*"))
 
 
+def test_rows_can_be_handed_to_other_processes(tmp_path):
+    config = config_of(tmp_path)
+    expected = rows_of(config)
+    data = build_datasets(config, TOKENIZER, 100, 4)
+    train = pickle.loads(pickle.dumps(data.train))
+    assert [train[n]["tokens"].tolist() for n in range(100)] == expected[:100]
+
+
 def test_indices_of_older_data_are_not_used(tmp_path):
     config = config_of(tmp_path)
     rows_of(config)
@@ -150,8 +160,13 @@ def test_what_a_killed_builder_left_is_not_taken_for_an_entry(tmp_path):
     expected = rows_of(config)
     for sums in (tmp_path / "run").rglob("*-sums.json"):
         sums.unlink()  # the file that is put into its place last
+    folders = sorted(path for path in (tmp_path / "run" / "data_cache").iterdir())
+    for folder, age in zip(folders, (2 * index_cache.LEFTOVER_S, 60), strict=True):
+        (folder / ".building-x").mkdir()
+        os.utime(folder / ".building-x", (time.time() - age,) * 2)
     log = IndexLog()
     assert rows_of(config, log) == expected and len(log.built) == 4
+    assert [(folder / ".building-x").exists() for folder in folders] == [False, True]
 
 
 def _build_rounds(folder, kind, rounds, barrier, results):
