@@ -162,6 +162,8 @@ def _own_shares(config: PretrainConfig, samples: int) -> List[Fraction]:
     sums = f"budgets of {float(budget * length):,.0f} tokens in all, and the {where} {samples * length:,}"
     if rest < -config.training.global_batch_size:
         raise ConfigError(f"data.sources: {sums}; lower the budgets, or train longer")
+    if not any(weights) and not budget:
+        raise ConfigError("data.sources: no split leaves anything for training; give a first number above 0")
     if not any(weights):
         if rest > config.training.global_batch_size:
             raise ConfigError(
