@@ -7,6 +7,7 @@ from megatron_fbt.config.deepspeed import ZERO_STAGES, deepspeed_settings, shard
 from megatron_fbt.config.fp8 import precision_problems
 from megatron_fbt.config.pipeline_split import split_problems
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.reuse import reuse_problems
 from megatron_fbt.config.rules import raise_problems
 from megatron_fbt.data.mixture import mixture_problems
 from megatron_fbt.errors import ConfigError
@@ -29,7 +30,7 @@ def validate_config(
     """
     raise_problems([problem for section in vars(config).values() for problem in section.problems()])
     problems = layout_problems(config) + _length_problems(config) + _region_problems(config) + _muon_problems(config)
-    problems += sharding_problems(config) + _loss_problems(config)
+    problems += sharding_problems(config) + _loss_problems(config) + reuse_problems(config)
     problems += [] if problems else precision_problems(config)
     problems += mixture_problems(config, run_length(config.training, config.data.sequence_length)[1])
     world_size = world_size or config.parallel.world_size

@@ -181,6 +181,10 @@ class FeedbackConfig(Section):
     of the steps, then 88 % K = 2 and 12 % K = 3), two_phase_75_25 (K = 1 until 75 %, then K = 3) or full (K = 3)."""
     loss_weights: LossWeightsConfig = field(default_factory=LossWeightsConfig)
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    prefix_reuse: Optional[bool] = None
+    """Whether extra passes compute only what follows the plain prefix of their rows, with pass 1's keys, values and
+    losses for the prefix: the same losses and gradients for less work. null = where that is so: with the torch backend,
+    without dropout and FP8, with optimizer.sharding none or megatron, not for prompts over several pipeline stages."""
     jitter: JitterConfig = field(default_factory=JitterConfig)
     fusion: Literal["gate", "concat", "add"] = "gate"
     """u = N(f) * input_scale; f is (W_U h) * sigmoid(W_G N(e)), W_C [N(h); N(e)], or W_U h + W_T N(e)."""

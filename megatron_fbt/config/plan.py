@@ -10,6 +10,7 @@ from megatron_fbt.config.memory_report import RankMemory, memory_report, memory_
 from megatron_fbt.config.parameter_count import count_parameters, padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.reuse import reuse_obstacle, saved_share
 from megatron_fbt.config.rules import step_at_fraction
 from megatron_fbt.training.batch_size import NOTHING_DONE, BatchSizeSchedule, run_length
 
@@ -54,6 +55,8 @@ class RunPlan:
     """Mean pass count over the run's steps."""
     token_equivalents: float
     """Expected sum of tokens x passes."""
+    reused_share: Optional[float]
+    """Expected share of an extra pass's positions that prefix reuse spares (torch backend); None = the data tell."""
     max_passes: int
     validation_passes: int
     notes: Tuple[str, ...]
@@ -100,8 +103,14 @@ class RunPlan:
             ("steps by passes", shares),
             ("mean passes", f"{self.expected_passes:.4f}"),
             ("token-equivalents", f"{self.token_equivalents:,.0f}"),
+            ("spared in extra passes", _spared(self.reused_share)),
             ("passes in validation", f"{self.validation_passes}"),
         ]
+
+
+def _spared(share: Optional[float]) -> str:
+    """The expected saving of prefix reuse."""
+    return "as the data have it" if share is None else f"{share:.1%} of the positions"
 
 
 def _layers(stages: Tuple[int, ...]) -> str:
@@ -159,6 +168,7 @@ def make_plan(
         pass_shares=shares,
         expected_passes=sum(passes * share for passes, share in shares.items()),
         token_equivalents=token_equivalents,
+        reused_share=saved_share(config),
         max_passes=config.feedback.max_passes,
         validation_passes=config.feedback.validation_passes,
         notes=tuple(_notes(config) + _unreached(config, starts, steps)),
@@ -222,6 +232,9 @@ def _notes(config: PretrainConfig) -> List[str]:
         )
     if norm == "rms" and scale != 1.0:
         notes.append(f"plain inputs have RMS 1 (model.input_norm rms), fused ones feedback.input_scale = {scale:g}")
+    obstacle = reuse_obstacle(config)
+    if config.feedback.max_passes > 1 and config.feedback.prefix_reuse is None and obstacle is not None:
+        notes.append(f"feedback.prefix_reuse is off, extra passes are computed in full: {obstacle}")
     awake = itertools.dropwhile(lambda phase: max(phase.passes) == 1, config.feedback.phases)
     if config.optimizer.type == "muon" and any(1 in phase.passes for phase in awake):
         notes.append(

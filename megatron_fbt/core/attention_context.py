@@ -1,6 +1,6 @@
 """What attention needs to know of a micro-batch beside the hidden states: positions and what a query may see."""
 
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.backends import backend_of
-from megatron_fbt.model.attention_mask import attention_masks, document_positions
+from megatron_fbt.model.attention_mask import KeyValueJoin, attention_masks, document_positions
 
 
 class AttentionContext:
@@ -34,12 +34,20 @@ class AttentionContext:
             cp_group=cp_group,
         )
 
-    def of(self, document_starts: torch.Tensor, dtype: torch.dtype) -> Dict[str, Any]:
+    def of(
+        self,
+        document_starts: torch.Tensor,
+        dtype: torch.dtype,
+        start: int = 0,
+        joined: Optional[KeyValueJoin] = None,
+    ) -> Dict[str, Any]:
         """Arguments of the transformer block for one micro-batch.
 
         Args:
             document_starts: [b, s] bool.
             dtype: of the hidden states.
+            start: first position that the layers compute; 0 with Transformer Engine.
+            joined: see AttentionMasks; None with Transformer Engine.
         """
         rotary = self.rotary(document_starts.size(1))  # [s, 1, 1, hn]
         if self.packed:  # Transformer Engine masks causally and by the configured window itself
@@ -47,8 +55,8 @@ class AttentionContext:
             return {"attention_mask": None, "rotary_pos_emb": rotary, "packed_seq_params": packed}
         if self.restarts:
             rotary = rotary[:, 0, 0][document_positions(document_starts).t()].unsqueeze(2)  # [s, b, 1, hn]
-        masks = attention_masks(document_starts, self.within_documents, self.window, dtype)
-        return {"attention_mask": masks, "rotary_pos_emb": rotary}
+        masks = attention_masks(document_starts, self.within_documents, self.window, dtype, start, joined)
+        return {"attention_mask": masks, "rotary_pos_emb": rotary[start:]}
 
 
 def packed_documents(document_starts: torch.Tensor) -> PackedSeqParams:

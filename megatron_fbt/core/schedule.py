@@ -8,7 +8,7 @@ stage's chunk k + 1. So that schedule runs the K passes unchanged.
 import contextlib
 import copy
 from dataclasses import dataclass, replace
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -16,6 +16,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron_fbt.config.feedback import FeedbackConfig
 from megatron_fbt.core.fp8 import begin_step, end_step
+from megatron_fbt.core.prefix_reuse import PrefixReuse
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
 from megatron_fbt.feedback.diagnostics import PassDiagnostics
@@ -127,6 +128,7 @@ class PassView(torch.nn.Module):
         self.received: Optional[torch.Tensor] = None
         self.last_backward: Optional[LastBackward] = None
         self.diagnostics: Optional[PassDiagnostics] = None
+        self.reuse: Optional[PrefixReuse] = None
 
     @property
     def is_last_pass(self) -> bool:
@@ -144,20 +146,44 @@ class PassView(torch.nn.Module):
             What goes to the next stage or pass, [s/tp, b, h]; on the last stage of the last pass the weighted sum of
             the masked losses.
         """
-        stage = self.stage
-        hidden = self._first_inputs(batch) if stage.pre_process else self.received
+        stage, start = self.stage, self._start(batch)
+        hidden = self._first_inputs(batch) if stage.pre_process else self._received_part(batch)
         self.received = None
-        states = stage.run_layers(hidden, batch.document_starts, self._recompute())
-        output = states
-        if stage.post_process:
-            if self.diagnostics is not None:
-                self.diagnostics.count_states(self.vp_stage, states, batch)
-            loss = self._weighted_loss(states, batch)
-            output = loss if self.is_last_pass else AttachLoss.apply(states, loss)
+        joined = None if self.reuse is None else self.reuse.part(batch, self.vp_stage)
+        states = stage.run_layers(hidden, batch.document_starts, self._recompute(), start, joined)
+        output = self._finish(states, batch) if stage.post_process else self._padded(states, batch)
+        if self.reuse is not None:
+            self.reuse.forget(batch, self.vp_stage)
         if self.last_backward is not None:
             output = self.last_backward.watch(output, batch)
         # An identity returns a view, which Megatron-Core's output deallocation refuses.
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True)
+
+    def _start(self, batch: MicroBatch) -> int:
+        """First position that this pass computes."""
+        return 0 if self.reuse is None else self.reuse.start(batch, self.vp_stage)
+
+    def _received_part(self, batch: MicroBatch) -> torch.Tensor:
+        """What the previous stage has computed, of a tensor that has the whole row's shape."""
+        start, shards = self._start(batch), self.stage.layout.sequence_shards
+        return self.received[: self.received.size(0) - start // shards] if start else self.received
+
+    def _padded(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The states in the shape of the whole row, which every stage receives; what is beyond them is not read."""
+        start, shards = self._start(batch), self.stage.layout.sequence_shards
+        return torch.nn.functional.pad(states, (0, 0, 0, 0, 0, start // shards)) if start else states
+
+    def _finish(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """On the last stage: the loss, attached to the row's states if there is another pass."""
+        reuse, index = self.reuse, self.vp_stage
+        if reuse is not None and index == 0:
+            states = reuse.keep_states(batch, states)
+        loss, whole = self._weighted_loss(states, batch), states
+        if reuse is not None and not (self.is_last_pass and self.diagnostics is None):
+            whole = reuse.whole(batch, index, states)
+        if self.diagnostics is not None:
+            self.diagnostics.count_states(index, whole, batch)
+        return loss if self.is_last_pass else AttachLoss.apply(whole, loss)
 
     def _recompute(self) -> str:
         memory = self.stage.memory
@@ -166,9 +192,16 @@ class PassView(torch.nn.Module):
     def _first_inputs(self, batch: MicroBatch) -> torch.Tensor:
         if self.vp_stage == 0:
             return self.stage.first_inputs(batch.tokens, None, None)
-        states, pass_number = self.received, self.vp_stage + 1
-        rows = self.stage.layout.own_rows(batch.document_starts.size(1))
-        fused = self.recipe.fused(batch, pass_number)[:, rows].t().contiguous()
+        states, layout, pass_number = self.received, self.stage.layout, self.vp_stage + 1
+        length, start = batch.document_starts.size(1), self._start(batch)
+        fused, rows, own = (
+            self.recipe.fused(batch, pass_number),
+            layout.own_rows(length),
+            layout.own_rows(length - start),
+        )
+        if start and layout.sequence_shards == 1:  # of the other positions no state is read
+            rows = slice(start - 1, length - 1)
+            states = states[rows]
         if self.recipe.jitter_scale > 0:
             positions = torch.arange(rows.start, rows.stop, device=states.device)
             noise = jitter_noise(
@@ -177,18 +210,41 @@ class PassView(torch.nn.Module):
             states = states + noise.to(states.dtype)
         with contextlib.ExitStack() as watched:
             if self.diagnostics is not None:
-                self.diagnostics.count_fused(self.vp_stage, fused)
-                watched.enter_context(self.diagnostics.watch_gate(self.vp_stage, self.stage.fusion))
-            inputs = self.stage.first_inputs(batch.tokens, states, fused)
+                self.diagnostics.count_fused(self.vp_stage, fused[:, layout.own_rows(length)])
+                gates = self.diagnostics.watch_gate(self.vp_stage, self.stage.fusion)
+                if start == 0:
+                    watched.enter_context(gates)
+                elif self.vp_stage == 1:  # gates of the whole row are counted, in pass 2 alone
+                    with gates, torch.no_grad():
+                        self.stage.token_products(batch.tokens)
+            own_fused = fused[:, start + own.start : start + own.stop].t().contiguous()
+            if start == 0:
+                inputs = self.stage.first_inputs(batch.tokens, states, own_fused)
+            elif layout.sequence_shards == 1:
+                inputs = self.stage.first_inputs(batch.tokens[:, start:], states, own_fused, aligned=True)
+            else:
+                inputs = self.stage.first_inputs(batch.tokens[:, start:], states, own_fused, start=start)
         return self.recipe.held(batch, pass_number, inputs)
+
+    def _repeated(self, batch: MicroBatch) -> List[Tuple[int, int]]:
+        """In pass 1: index and start of the later passes."""
+        if self.reuse is None or self.vp_stage > 0:
+            return []
+        return [(index, self.reuse.start(batch, index)) for index in range(1, len(self.weights))]
 
     def _weighted_loss(self, states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Weighted sum of the masked losses of this pass (a scalar)."""
-        mask, z_loss = batch.loss_mask.t(), self.recipe.z_loss
-        weights = mask * self.weights[self.vp_stage]
+        start, z_loss = self._start(batch), self.recipe.z_loss
+        mask = batch.loss_mask.t()[start:]
+        weights, repeated = mask * self.weights[self.vp_stage], self._repeated(batch)
+        for index, end in repeated:  # the prefix of a later pass has the losses of this one
+            weights[:end] += mask[:end] * self.weights[index]
         squares = weights * z_loss if z_loss > 0 else None
-        objective, losses, normalizers = self.stage.objective(states, batch.labels, weights, squares)
-        self.totals.add(self.vp_stage, (losses.detach() * mask).sum(), mask.sum())
+        objective, losses, normalizers = self.stage.objective(states, batch.labels[:, start:], weights, squares)
+        losses = losses.detach() * mask
+        self.totals.add(self.vp_stage, losses.sum(), mask.sum())
+        for index, end in repeated:
+            self.totals.add(index, losses[:end].sum(), mask.sum())
         if squares is not None:
             self.totals.z_loss += (normalizers.detach().square() * squares).sum()
         return objective
@@ -265,8 +321,9 @@ def run_passes(
     totals = PassTotals(passes, stage.layout.device)
     config = _schedule_config(stage, passes)
     views = [PassView(stage, index, weights, recipe, totals, config) for index in range(passes)]
+    reuse = _prefix_reuse(stage, micro_batches, passes, recipe)
     for view in views:
-        view.diagnostics = diagnostics
+        view.diagnostics, view.reuse = diagnostics, reuse
     last_backward = on_last_backward and LastBackward(micro_batches[-1], on_last_backward)
     common = {
         "forward_step_func": _forward_step,
@@ -281,6 +338,15 @@ def run_passes(
     if not forward_only:
         end_step(stage)
     return totals
+
+
+def _prefix_reuse(
+    stage: FBTStage, micro_batches: Sequence[MicroBatch], passes: int, recipe: Recipe
+) -> Optional[PrefixReuse]:
+    """What the step's passes share of pass 1; None = nothing, as in validation, which has no plain prefix."""
+    if passes == 1 or not (recipe.training and stage.reuses_prefix):
+        return None
+    return PrefixReuse(stage.layout, micro_batches, passes, recipe.fused)
 
 
 def _run_schedule(

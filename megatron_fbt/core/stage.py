@@ -15,10 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.reuse import reuses_prefix
 from megatron_fbt.core.attention_context import AttentionContext
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.recompute import set_recompute
 from megatron_fbt.core.specs import block_spec, column_linear, fusion_context, transformer_config
+from megatron_fbt.errors import ConfigError
+from megatron_fbt.model.attention_mask import KeyValueJoin
 from megatron_fbt.model.chunked_loss import LossShard, chunked_loss
 from megatron_fbt.model.fusion import build_fusion
 from megatron_fbt.model.initialise import global_name, initialise_parameters
@@ -54,6 +57,12 @@ class FBTStage(LanguageModule):
             scale, context = resolved_input_scale(config), fusion_context(config, mcore)
             self.fusion = build_fusion(kind, mcore, scale, self.tp_group, linear, context)
         self.context = AttentionContext(config, mcore, self.cp_group)
+        self.reuses_prefix = reuses_prefix(config) and not self.context.packed
+        if config.feedback.prefix_reuse and not self.reuses_prefix:
+            raise ConfigError(
+                "feedback.prefix_reuse = true: Transformer Engine, which model.transformer_impl = 'auto' takes here, "
+                "attends to keys of its own pass alone; set model.transformer_impl to torch, or this to null or false"
+            )
         self.decoder = TransformerBlock(
             mcore,
             block_spec(mcore, config),
@@ -96,6 +105,7 @@ class FBTStage(LanguageModule):
         states: Optional[torch.Tensor],
         fused: Optional[torch.Tensor],
         aligned: bool = False,
+        start: int = 0,
     ) -> torch.Tensor:
         """The stack's inputs u on the first stage.
 
@@ -104,6 +114,7 @@ class FBTStage(LanguageModule):
             states: h of the previous pass, jittered, not shifted, [s/tp, b, h]; None in the plain pass.
             fused: [s/tp, b] bool, positions that are fused; the others stay plain.
             aligned: states are those of the positions before already, as decoding has them.
+            start: position in the row of the first token; the states are those of the whole row.
 
         Returns:
             [s/tp, b, h].
@@ -115,21 +126,38 @@ class FBTStage(LanguageModule):
         plain = normed if self.input_norm == "rms" else embedded
         if states is None:
             return plain
-        fuse = self.fusion.step if aligned else self.fusion
-        return torch.where(fused[..., None], fuse(normed, states), plain)
+        if start:
+            inputs = self.fusion.suffix(normed, states, start)
+        else:
+            inputs = (self.fusion.step if aligned else self.fusion)(normed, states)
+        return torch.where(fused[..., None], inputs, plain)
 
-    def run_layers(self, hidden: torch.Tensor, document_starts: torch.Tensor, recompute: str = "none") -> torch.Tensor:
+    def token_products(self, tokens: torch.Tensor) -> torch.Tensor:
+        """W_token N(e), [b, s] -> [s, b, h/tp], on the first stage: what gates depend on."""
+        normed = rms_normalize(self.embed(tokens), self.config.layernorm_epsilon)
+        return getattr(self.fusion, self.fusion.token_matrix)(normed)[0]
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        document_starts: torch.Tensor,
+        recompute: str = "none",
+        start: int = 0,
+        joined: Optional[KeyValueJoin] = None,
+    ) -> torch.Tensor:
         """Run this stage's layers and, on the last stage, the final norm.
 
         Args:
-            hidden: [s/tp, b, h].
+            hidden: [(s - start)/tp, b, h].
             document_starts: [b, s] bool, of the whole row.
             recompute: memory.recompute, for this call.
+            start: position of the first of hidden.
+            joined: see AttentionMasks.
         """
         set_recompute(self.decoder, recompute)
         if not self.pre_process:
             self.decoder.set_input_tensor(hidden)
-        return self.decoder(hidden_states=hidden, **self.context.of(document_starts, hidden.dtype))
+        return self.decoder(hidden_states=hidden, **self.context.of(document_starts, hidden.dtype, start, joined))
 
     def losses(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Negative log-likelihood of each label given top states.

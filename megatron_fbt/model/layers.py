@@ -62,6 +62,7 @@ class SDPAttention(torch.nn.Module):
     ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.layer_number = layer_number
         self.windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -87,6 +88,8 @@ class SDPAttention(torch.nn.Module):
         """
         assert attention_mask is not None or not self.windowed, "a layer with a window needs its mask"
         mask = attention_mask and (attention_mask.window if self.windowed else attention_mask.full)
+        if attention_mask is not None and attention_mask.joined is not None:
+            key, value = attention_mask.joined.join(self.layer_number, key, value)
         repeats = query.size(2) // key.size(2)
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))

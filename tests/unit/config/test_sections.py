@@ -92,7 +92,7 @@ REFUSED = [
     *cases(NUMBERS_FROM_ZERO, -1e-9, NAN, INF, -INF, "1", False, None),
     *cases(FRACTIONS_BELOW_ONE, -0.1, 1.0, NAN, INF, "0.1", None),
     *cases(SWITCHES, 1, "true", None),
-    *cases({"memory": "chunked_loss"}, 1, "true"),
+    *cases({"memory": "chunked_loss", "feedback": "prefix_reuse"}, 1, "true"),
     *cases(CHOICES, "other", None, 1),
     *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters max_rewinds", "run": "seed"}, -1, 0.5, NAN, None),
     *cases({"data": "num_workers"}, -1, 0.5, NAN, "1", True),

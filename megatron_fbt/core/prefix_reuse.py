@@ -1,0 +1,164 @@
+"""Extra passes that compute the fused suffix alone (method section 4, prefix reuse).
+
+Where the first positions of every row of a micro-batch are plain in pass k, their states, keys, values and losses are
+those of pass 1. So pass k begins at the first position that is fused in some row: its queries see pass 1's keys and
+values before it, the state that enters it is the previous pass's, and the losses before it are pass 1's, which count
+there with the weight of pass k as well. Every row of a micro-batch begins at the same position, as plain positions that
+are computed again are equal.
+
+With a pipeline the backward of pass k is a run of the engine of its own, before that of pass 1. So what pass k reads of
+pass 1 is a leaf there, and pass 1's backward adds the gradient that waits at it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from megatron.core import tensor_parallel
+
+from megatron_fbt.core.parallel import Layout
+from megatron_fbt.data.batch import MicroBatch
+
+
+class _AddWaiting(torch.autograd.Function):
+    """Identity on a tensor; its backward adds the gradient that has gathered at a leaf of the same values."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, leaves: List[torch.Tensor]) -> torch.Tensor:
+        """Return x; the one leaf is in a list, so that no edge leads to it."""
+        ctx.leaves = leaves
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        """The sum of both gradients."""
+        (leaf,) = ctx.leaves
+        waiting, leaf.grad = leaf.grad, None
+        return grad if waiting is None else grad + waiting, None
+
+
+def share(x: torch.Tensor, waits: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    """What pass 1 goes on with and what later passes read, for a tensor of pass 1.
+
+    Args:
+        x: the tensor.
+        waits: whether the backward of later passes ends here instead of running on through pass 1.
+    """
+    if not waits or not x.requires_grad:
+        return x, x
+    leaf = x.detach().requires_grad_()
+    return _AddWaiting.apply(x, [leaf]), leaf
+
+
+@dataclass
+class PlainPass:
+    """What later passes read of pass 1 of one micro-batch, on one stage."""
+
+    waits: bool
+    keys_values: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By layer number; [s, b, ng, hn] each, keys with their rotation."""
+    states: Optional[torch.Tensor] = None
+    """Top states [s/tp, b, h], on the last stage."""
+
+    def join(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Keep a layer's keys and values; again when a checkpoint computes them again, for nothing to change."""
+        key, kept_key = share(key, self.waits)
+        value, kept_value = share(value, self.waits)
+        self.keys_values.setdefault(layer, (kept_key, kept_value))
+        return key, value
+
+    def keep_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Keep the top states; returns what pass 1 goes on with."""
+        states, self.states = share(states, self.waits)
+        return states
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """The positions of a row that an extra pass computes: from `start` on."""
+
+    plain: PlainPass
+    start: int
+
+    def join(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole row: pass 1's before start, then those given, [s - start, b, ng, hn]."""
+        first_keys, first_values = self.plain.keys_values[layer]
+        return torch.cat([first_keys[: self.start], key]), torch.cat([first_values[: self.start], value])
+
+
+class PrefixReuse:
+    """Where each extra pass of a step begins, and what it reads of pass 1.
+
+    Args:
+        layout: this process's place.
+        micro_batches: of the step.
+        passes: K.
+        fused: positions fused in a pass counted from 1, [b, s] bool; the same on every stage.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        micro_batches: Sequence[MicroBatch],
+        passes: int,
+        fused: Callable[[MicroBatch, int], torch.Tensor],
+    ):
+        self.layout, self.passes = layout, passes
+        table = torch.stack(
+            [_first_fused(fused(batch, number)) for batch in micro_batches for number in range(2, passes + 1)]
+        )
+        starts = [self._usable(start, micro_batches[0].document_starts.size(1)) for start in table.tolist()]
+        extra = passes - 1
+        self.starts = {
+            id(batch): [0, *starts[number * extra : (number + 1) * extra]] for number, batch in enumerate(micro_batches)
+        }
+        self.plain: Dict[int, PlainPass] = {}
+
+    def _usable(self, start: int, length: int) -> int:
+        """Every tensor-parallel rank has as many rows of the suffix, and one at least."""
+        shards = self.layout.sequence_shards
+        return min(start, length - 1) // shards * shards
+
+    def start(self, batch: MicroBatch, index: int) -> int:
+        """First position that a pass, counted from 0, computes."""
+        return self.starts[id(batch)][index]
+
+    def part(self, batch: MicroBatch, index: int) -> object:
+        """What the attention of a pass joins its keys and values with: PlainPass, Suffix, or None = nothing."""
+        if index == 0:
+            plain = PlainPass(waits=self.layout.pipeline_size > 1)
+            if any(self.starts[id(batch)]):
+                self.plain[id(batch)] = plain
+                return plain
+            return None
+        start = self.start(batch, index)
+        return Suffix(self.plain[id(batch)], start) if start else None
+
+    def keep_states(self, batch: MicroBatch, states: torch.Tensor) -> torch.Tensor:
+        """Keep pass 1's top states on the last stage; returns what pass 1 goes on with."""
+        plain = self.plain.get(id(batch))
+        return states if plain is None else plain.keep_states(states)
+
+    def whole(self, batch: MicroBatch, index: int, states: torch.Tensor) -> torch.Tensor:
+        """Top states of a suffix, [(s - start)/tp, b, h] -> those of the row, [s/tp, b, h]."""
+        start = self.start(batch, index)
+        if start == 0:
+            return states
+        first = self.plain[id(batch)].states
+        rows = self.layout.own_rows(batch.document_starts.size(1))
+        if self.layout.sequence_shards > 1:
+            # Ranks read different rows of what all of them get: their gradients are summed.
+            states = tensor_parallel.gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True)
+        plain = max(0, min(rows.stop, start) - rows.start)
+        return torch.cat([first[:plain], states[max(rows.start - start, 0) : max(rows.stop - start, 0)]])
+
+    def forget(self, batch: MicroBatch, index: int) -> None:
+        """After the forward of the last pass nothing but the graphs needs what was kept."""
+        if index == self.passes - 1:
+            self.plain.pop(id(batch), None)
+
+
+def _first_fused(fused: torch.Tensor) -> torch.Tensor:
+    """First position that is fused in some row, [b, s] bool -> scalar int64; s if there is none."""
+    positions = torch.arange(fused.size(1), device=fused.device)
+    return torch.where(fused.any(0), positions, fused.size(1)).min()
