@@ -7,7 +7,7 @@ import os
 from typing import Dict, Iterator, List, Sequence, Tuple
 
 from megatron_fbt.config.data import DataConfig
-from megatron_fbt.data.corpus_manifest import CorpusManifest, is_manifest, read_manifest
+from megatron_fbt.data.corpus_manifest import SUFFIX, CorpusManifest, is_manifest, read_manifest
 from megatron_fbt.data.first_rank import is_first_rank
 from megatron_fbt.errors import DataError
 
@@ -19,7 +19,7 @@ def find_prefixes(name: str, paths: Sequence[str], tokenizer=None) -> List[str]:
 
     Args:
         name: Of the source, for messages.
-        paths: Prefixes, manifests, and patterns of either; a pattern gives its pairs in sorted order.
+        paths: Prefixes of pairs or of manifests, manifests, and patterns; a pattern gives its pairs in sorted order.
         tokenizer: If given, a manifest must be of one with the same ids.
 
     Raises:
@@ -54,7 +54,11 @@ def indexed_pairs(data: DataConfig) -> Iterator[Tuple[str, str]]:
 
 def _matches(name: str, path: str) -> List[str]:
     """Manifests and prefixes for one path."""
-    if not glob.has_magic(path) or os.path.exists(f"{path}.idx"):
+    if os.path.exists(f"{path}.idx"):
+        return [path]
+    if os.path.exists(f"{path}{SUFFIX}"):
+        return [f"{path}{SUFFIX}"]
+    if not glob.has_magic(path):
         return [path]
     files = sorted({*glob.glob(path), *glob.glob(f"{path}.bin")})
     pairs = [file.removesuffix(".bin") for file in files if file.endswith(".bin")]

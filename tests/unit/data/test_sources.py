@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fbt.config.sources import SourceConfig, StageConfig
+from megatron_fbt.core.manifest import FileEntry
+from megatron_fbt.data.corpus_manifest import CorpusManifest, Shard, write_manifest
 from megatron_fbt.data.dataset import build_datasets
 from megatron_fbt.data.epochs import rows_inside, rows_of_epochs
 from megatron_fbt.data.prefixes import find_prefixes, indexed_pairs
@@ -231,6 +233,16 @@ def test_what_paths_stand_for(tmp_path):
         tmp_path, [SourceConfig("s", [f"{tmp_path}/x*"], 1), SourceConfig("t", [f"{tmp_path}/a"], 1, split="0,1,0")]
     )
     assert list(indexed_pairs(config.data)) == [(f"{tmp_path}/a", "0,1,0")]
+
+
+def test_the_prefix_of_a_sharded_corpus_stands_for_its_manifest(tmp_path):
+    shard = tmp_path / "corpus-00000-of-00001"
+    write_documents(shard, [[1, 2]])
+    shards = (Shard(str(shard), 1, 2, 0, {}, {ending: FileEntry(0, "0" * 16) for ending in (".bin", ".idx")}),)
+    write_manifest(CorpusManifest(f"{tmp_path}/corpus.manifest.json", "text", {}, 10, 0, "uint16", shards))
+    assert find_prefixes("s", [f"{tmp_path}/corpus"]) == [str(shard)]
+    write_documents(tmp_path / "corpus", [[1, 2]])
+    assert find_prefixes("s", [f"{tmp_path}/corpus"]) == [f"{tmp_path}/corpus"]
 
 
 def test_each_source_has_its_split_and_one_may_be_for_validation_only(tmp_path, caplog):
