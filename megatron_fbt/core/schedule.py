@@ -180,7 +180,8 @@ class PassView(torch.nn.Module):
             states = reuse.keep_states(batch, states)
         loss, whole = self._weighted_loss(states, batch), states
         if reuse is not None and not (self.is_last_pass and self.diagnostics is None):
-            whole = reuse.whole(batch, index, states)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_last_pass):
+                whole = reuse.whole(batch, index, states)
         if self.diagnostics is not None:
             self.diagnostics.count_states(index, whole, batch)
         return loss if self.is_last_pass else AttachLoss.apply(whole, loss)

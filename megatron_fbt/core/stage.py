@@ -192,7 +192,7 @@ class FBTStage(LanguageModule):
             The sum, whose gradient in the backward is 1 (see chunked_loss); losses [s, b]; log sum exp [s, b], at least
             where there is a z-loss.
         """
-        if self.loss_shard is not None:
+        if self.loss_shard is not None and self.config.grad_scale_func is None:  # a scale is not known here
             return chunked_loss(states, self.head_weight(), labels, weights, squares, self.loss_shard)
         if squares is None:
             losses = self.losses(states, labels)

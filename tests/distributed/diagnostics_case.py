@@ -180,7 +180,9 @@ def step_costs(rank: int, world_size: int, folder: str, corpus: str) -> Dict[str
 
         Trainer._step = step
         layout = (world_size, 1)
-        config = run_config(Path(folder) / name, corpus, layout, logging__diagnostics_interval=interval)
+        # With prefix reuse a step that measures also gathers what passes have not computed.
+        fields = {"logging__diagnostics_interval": interval, "feedback__prefix_reuse": False}
+        config = run_config(Path(folder) / name, corpus, layout, **fields)
         assert run(config) == "finished"
     Trainer._step = plain
     return found
