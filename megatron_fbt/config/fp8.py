@@ -18,7 +18,7 @@ def precision_problems(config: PretrainConfig) -> List[str]:
     if config.precision.gradient_accumulation_fusion and sharding in ZERO_STAGES:
         return [
             f"precision.gradient_accumulation_fusion = true: optimizer.sharding = {sharding!r} has no buffers that "
-            "layers could add gradients to; set it to null, or optimizer.sharding to megatron"
+            "layers could add gradients to; set it to false, or optimizer.sharding to megatron"
         ]
     if config.precision.fp8 is None:
         return []

@@ -32,8 +32,8 @@ class PrecisionConfig(Section):
     """Updates of the scales whose largest values the delayed recipe keeps."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Which of them makes the delayed recipe's scale."""
-    gradient_accumulation_fusion: Optional[bool] = None
-    """Layers add weight gradients to the fp32 buffers themselves, by a kernel of NVIDIA's Apex; null = where it is
+    gradient_accumulation_fusion: bool = False
+    """Layers add weight gradients to the fp32 buffers themselves, by a kernel of NVIDIA's Apex, which must be
     installed. Not with DeepSpeed's shardings."""
 
     def in_fp8(self, layer: int, num_layers: int) -> bool:

@@ -77,16 +77,15 @@ def fuses_weight_gradients(config: PretrainConfig) -> bool:
     Raises:
         ConfigError: it is asked for and cannot be done.
     """
-    wanted, sharding = config.precision.gradient_accumulation_fusion, config.optimizer.sharding
-    if wanted is False or sharding in ZERO_STAGES:
+    if not config.precision.gradient_accumulation_fusion:
         return False
     problem = weight_gradient_kernel_problem() if on_gpu() else "there is no GPU"
-    if problem is not None and wanted:
+    if problem is not None:
         raise ConfigError(
             f"precision.gradient_accumulation_fusion = true: NVIDIA's Apex cannot be used here ({problem}). Set it to "
-            "null, or build Apex with --cpp_ext and --cuda_ext (docs/precision.md)"
+            "false, or build Apex with --cpp_ext and --cuda_ext (docs/precision.md)"
         )
-    return problem is None
+    return True
 
 
 def check_backend(config: PretrainConfig) -> None:

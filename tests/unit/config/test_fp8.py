@@ -101,7 +101,7 @@ DELAYED = recipe("delayed", feedback__schedule=[PassPhase(0.0, {2: 1.0})])
         ),
         (
             make(optimizer__sharding="zero2", precision__gradient_accumulation_fusion=True),
-            ["precision.gradient_accumulation_fusion = true", "'zero2'", "set it to null"],
+            ["precision.gradient_accumulation_fusion = true", "'zero2'", "set it to false"],
         ),
         (on_gpu(**DELAYED, memory__recompute="full"), ["memory.recompute = 'full'", "last first", "selective"]),
     ],
