@@ -121,6 +121,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 above = _logit_gradient(scores, *_parts(part, weights, squares)).to(flat.dtype)
                 torch.mm(above, real, out=gradient[part])
                 _add_product(shard.real(buffer), above, flat[part])
+                del above
+            del scores  # before the next chunk's logits are there
         ctx.shard, ctx.direct = shard, buffer is not None
         kept = (shard.sum_parts(gradient.view_as(whole)),) if ctx.direct else (states, weight, label, weights, squares)
         ctx.save_for_backward(*kept)
@@ -149,6 +151,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = _logit_gradient(scores, *_parts(part, weights, squares)).mul_(above).to(flat.dtype)
             torch.mm(logits, real, out=gradient[part])
             _add_product(shard.real(weight_gradient), logits, flat[part])
+            del scores, logits  # before the next chunk's logits are there
         summed = shard.sum_parts(gradient.view_as(whole))
         return summed, weight_gradient.to(weight.dtype), None, None, None, None, None
 
