@@ -3,6 +3,8 @@
 torchrun ends with 1 whatever a worker's code was, and turns a signal into a kill 30 seconds later. Here
 the exit code of the failed worker is passed on (128 + n for a death by signal n), and SIGTERM, SIGINT, SIGUSR1 and
 SIGHUP (as SIGTERM) are handed to the workers, which have --stop_grace_s seconds to write a checkpoint and leave.
+SIGTERM or SIGINT a second or more after the first of these two ends the workers at once, unless srun has started the
+launcher (megatron_fbt.slurm.task): then SLURM does that. The workers themselves leave repeated signals to the launcher.
 """
 
 import logging
@@ -25,6 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError, DataError, StoppedBySignal
+from megatron_fbt.training.signals import SUPERVISED, Impatience
 
 EXAMPLE = """example:
   python -m megatron_fbt.launch --nproc_per_node 4 -m megatron_fbt.pretrain --config examples/configs/tiny_cpu.yaml
@@ -86,13 +89,18 @@ class StoppableAgent(LocalElasticAgent):
         self._stop_grace_s = stop_grace_s
         self._deadline: Optional[float] = None
         self._received: List[signal.Signals] = []
+        self._impatience = Impatience(SUPERVISED in os.environ)
+        self._insisted: Optional[signal.Signals] = None
         self._starting = False
 
     def receive(self, number: int, frame: Optional[FrameType]) -> None:
         """Signal handler: note the signal for the monitoring loop; before there are workers, leave at once."""
         if not self._starting:
             sys.exit(128 + number)
-        self._received.append(FORWARDED[signal.Signals(number)])
+        if self._impatience.grows(number):
+            self._insisted = signal.Signals(number)
+        else:
+            self._received.append(FORWARDED[signal.Signals(number)])
 
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, int]:
         self._starting = True
@@ -102,6 +110,10 @@ class StoppableAgent(LocalElasticAgent):
         pids = [worker.id for worker in worker_group.workers]
         while self._received:
             self._forward(self._received.pop(0), pids)
+        if self._insisted is not None:
+            say(f"{self._insisted.name} after an earlier request: ending the workers")
+            self._deadline, self._insisted = math.inf, None
+            signal_workers(signal.SIGKILL, pids)
         if self._deadline is not None and self._wait_for_the_rest(pids):
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)

@@ -33,7 +33,7 @@ MEANINGS = {
 """Codes of failures that a second try would not mend."""
 RESUMABLE = StoppedBySignal.exit_code
 STOPPED_EARLY = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
-"""A run that is still starting dies of the signal."""
+"""A run that does not watch its signals yet dies of them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def decide(code: int, warned: str, starts: Sequence[Start], budget: RequeueConfi
         return Verdict("end", f"stopped without a warning of SLURM's: exit code {code}; submit the job to go on")
     what = f"stopped by {warned} and saved" if code == RESUMABLE else f"failed: {describe_code(code)}"
     if warned and code in STOPPED_EARLY:
-        what = f"stopped by {warned} while it was starting"
+        what = f"ended by {warned} before it could save"
     last = starts[-1]
     if budget.max_restarts is not None and last.restart >= budget.max_restarts:
         return Verdict("end", f"{what}; restart budget exhausted: {last.restart} restarts (requeue.max_restarts)")

@@ -2,7 +2,8 @@
 
 `python -m megatron_fbt.slurm.task node --nproc_per_node 8 -m megatron_fbt.pretrain ...` becomes
 megatron_fbt.launch with its node's place; with `device` instead, without a launcher's options, it becomes one rank;
-`check` is `device` at the job's second port.
+`check` is `device` at the job's second port. SLURM may deliver one request twice, by itself and by srun, and ends a job
+that does not leave: what is started so takes no signal for a person's second one.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Dict, List, Mapping, Optional, Sequence
 from megatron_fbt.ending import tell
 from megatron_fbt.errors import ConfigError, FBTError
 from megatron_fbt.slurm.nodes import job_port, master_address
+from megatron_fbt.training.signals import SUPERVISED
 
 
 def slurm_number(environment: Mapping[str, str], *names: str) -> int:
@@ -90,7 +92,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             raise ConfigError(f"first argument {kind!r}: give node, device or check")
     except FBTError as error:
         return tell(error)
-    os.execve(sys.executable, [sys.executable, *command], environment)
+    os.execve(sys.executable, [sys.executable, *command], {**environment, SUPERVISED: "srun"})
 
 
 if __name__ == "__main__":

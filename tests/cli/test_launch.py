@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fbt.launch import build_parser, choose_exit_code, main
+from megatron_fbt.training.signals import ECHO_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
@@ -33,6 +34,13 @@ while not received:
 time.sleep(1.0 * rank)
 (folder / f"saved.{rank}").write_text(" ".join(received))
 sys.exit(75)
+"""
+WATCHES = """
+from megatron_fbt.training.signals import SignalWatcher
+with SignalWatcher() as watcher:
+    (folder / f"watches.{rank}").touch()
+    wait_for(folder / "step is over")
+    sys.exit(75 if watcher.requested else 1)
 """
 IGNORES = """
 time.sleep(600)
@@ -60,11 +68,15 @@ def start(folder, body, *arguments, options=()):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def wait_until_ready(folder, launcher):
+def wait_for_files(folder, launcher, name):
     deadline = time.monotonic() + 60
-    while not all((folder / f"ready.{rank}").exists() for rank in (0, 1)):
+    while not all((folder / f"{name}.{rank}").exists() for rank in (0, 1)):
         assert launcher.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def wait_until_ready(folder, launcher):
+    wait_for_files(folder, launcher, "ready")
     time.sleep(0.3)
 
 
@@ -138,6 +150,38 @@ def test_a_stop_signal_reaches_every_worker_once_and_all_may_save(tmp_path, numb
     assert [(tmp_path / f"saved.{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
     assert f"passing {number.name} on" in errors and "600 s" in errors
     assert "same command goes on" in errors and "failed" not in errors
+
+
+def start_watching(folder):
+    """A launcher whose workers watch their signals, and the workers' process ids."""
+    launcher = start(folder, WATCHES)
+    wait_until_ready(folder, launcher)
+    wait_for_files(folder, launcher, "watches")
+    return launcher, [int((folder / f"ready.{rank}").read_text().split()[0]) for rank in (0, 1)]
+
+
+def test_a_warning_that_a_rank_has_already_never_ends_it_however_late_the_launcher_is(tmp_path):
+    launcher, workers = start_watching(tmp_path)
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # as srun does
+        os.kill(workers[0], number)
+    time.sleep(ECHO_SECONDS + 0.1)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+        launcher.send_signal(number)
+    time.sleep(ECHO_SECONDS + 0.1)
+    launcher.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    (tmp_path / "step is over").touch()
+    exit_code, errors = end(tmp_path, launcher)
+    assert exit_code == 75 and "was ended by" not in errors, errors
+
+
+def test_a_second_request_to_the_launcher_ends_the_workers_at_once(tmp_path):
+    launcher, _ = start_watching(tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(ECHO_SECONDS + 0.1)
+    launcher.send_signal(signal.SIGTERM)
+    exit_code, errors = end(tmp_path, launcher)
+    assert exit_code == 137 and "SIGTERM after an earlier request: ending the workers" in errors, errors
 
 
 def test_workers_that_do_not_leave_are_killed_after_the_grace_period(tmp_path):

@@ -62,7 +62,7 @@ def test_a_warned_run_that_never_gets_further_ends_too():
     assert [decide(75, "USR1", starts(*[False] * n), BUDGET).word for n in (1, 3)] == ["60", "end"]
     long = RequeueConfig(max_failures=3, backoff_s=7200)
     assert [decide(1, "", starts(found), long).word for found in (True, False)] == ["3600", "3600"]
-    assert "while it was starting" in decide(138, "USR1", starts(False), BUDGET).reason
+    assert "ended by USR1 before it could save" in decide(138, "USR1", starts(False), BUDGET).reason
 
 
 def test_a_limit_of_all_restarts():

@@ -1,10 +1,13 @@
 """What a task becomes: one launcher on each node, or one rank; never both."""
 
+import os
+
 import pytest
 
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.launch import build_parser
 from megatron_fbt.slurm.task import main, node_command, rank_environment
+from megatron_fbt.training.signals import SUPERVISED, is_supervised
 
 JOB = {"SLURM_JOB_ID": "1000", "MASTER_ADDR": "here", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_NUM_NODES": "3"}
 
@@ -42,3 +45,15 @@ def test_outside_of_a_job_it_says_what_is_missing(monkeypatch, capsys):
     assert (main(["device"]), main(["neither"])) == (2, 2)
     printed = capsys.readouterr().err
     assert "let srun start this command" in printed and "node, device or check" in printed
+
+
+@pytest.mark.parametrize("kind", ["node", "device", "check"])
+def test_what_srun_starts_takes_no_signal_for_a_persons_second_one(monkeypatch, kind):
+    environment = {**JOB, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(SUPERVISED, raising=False)
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *call: became.append(call))
+    main([kind, "-m", "megatron_fbt.pretrain"])
+    assert is_supervised(became[0][2]) and SUPERVISED in became[0][2]

@@ -1,4 +1,4 @@
-"""SignalWatcher: a request, never a death in the middle of a save."""
+"""SignalWatcher: a request, never a death in the middle of a save but by a person's second one."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_fbt.training.signals import STOP_SIGNALS, SignalWatcher
+from megatron_fbt.training.signals import STOP_SIGNALS, SUPERVISED, SignalWatcher
 
 
 def send(number):
@@ -38,8 +38,8 @@ def test_the_handler_is_put_back_after_an_exception():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("first, second", [("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM"), ("SIGTERM", "SIGUSR1")])
-def test_another_signal_later_ends_the_process_at_once(first, second):
+def signal_later(first, second, **environment):
+    """A process that gets the second signal when the first one can no longer be echoed by a shell."""
     code = (
         "import os, signal, time\n"
         "from megatron_fbt.training import signals\n"
@@ -48,9 +48,41 @@ def test_another_signal_later_ends_the_process_at_once(first, second):
         "    print('noted', watcher.requested, flush=True)\n"
         "    time.sleep(signals.ECHO_SECONDS)\n"
         f"    os.kill(os.getpid(), signal.{second})\n"
-        "    time.sleep(5)\n"
-        "print('not reached')\n"
+        "    time.sleep(0.1)\n"
+        "print('saved')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MEGATRON"))}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**known, **environment})
+
+
+@pytest.mark.parametrize("first, second", [("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGTERM")])
+def test_a_second_request_of_a_person_ends_the_process_at_once(first, second):
+    ended = signal_later(first, second)
     assert ended.stdout.split() == ["noted", first]
     assert ended.returncode == -signal.Signals[second]
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [("SIGUSR1", "SIGUSR1"), ("SIGUSR1", "SIGTERM"), ("SIGTERM", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
+)
+def test_a_warning_never_ends_the_process(first, second):
+    ended = signal_later(first, second)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["noted", first, "saved"]), ended.stderr
+
+
+@pytest.mark.parametrize("name, variable", [("SIGTERM", "TORCHELASTIC_RUN_ID"), ("SIGINT", SUPERVISED)])
+def test_under_a_launcher_an_echo_may_be_as_late_as_it_likes(name, variable):
+    ended = signal_later(name, name, **{variable: "1"})
+    assert (ended.returncode, ended.stdout.split()) == (0, ["noted", name, "saved"]), ended.stderr
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalWatcher() as watcher:
+            send(signal.SIGHUP)
+            assert watcher.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
