@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
+unset SLURM_RESTART_COUNT  # of a job around this one
 mkdir -p runs/slurm runs/fbt_1b_paper_100b/slurm
 data=$(sbatch --parsable "$@" examples/slurm/preprocess_array.sh)
 train=$(sbatch --parsable --dependency="afterok:${data%%;*}" "$@" examples/slurm/single_node.sh)

@@ -13,6 +13,9 @@ from megatron_fbt.slurm.job_file import load_job, run_dir_of, work_folder
 from megatron_fbt.slurm.render import logs_folder, render
 from megatron_fbt.slurm.starts import note_submission
 
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_DEBUG_FLAGS", "SLURM_TIME_FORMAT")
+"""Variables of SLURM's that say how its commands work; the others describe a job around this process."""
+
 
 def launch(
     job_file: str, output: Optional[str] = None, dry_run: bool = False, dependency: Optional[str] = None
@@ -80,8 +83,11 @@ def _check_shell(text: str, job_file: str) -> None:
 def _submit(script: Path, dependency: Optional[str]) -> str:
     """Id of the submitted job."""
     options = [f"--dependency={dependency}"] if dependency else []
+    command = ["sbatch", "--parsable", *options, str(script)]
+    # The new job would inherit them, and take the restarts of the job around for its own.
+    environment = {name: value for name, value in os.environ.items() if name in KEPT or name[:6] != "SLURM_"}
     try:
-        result = subprocess.run(["sbatch", "--parsable", *options, str(script)], capture_output=True, text=True)
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError:
         raise ConfigError(
             f"sbatch: not found, {script} was not submitted; run this on a login node of the cluster"

@@ -13,7 +13,7 @@ import pytest
 from megatron_fbt.training.status import write_status
 
 JOB = "config: examples/configs/tiny_cpu.yaml\noverrides: [--run.dir, {run}]\nname: tiny\ndevices_per_node: 4\n"
-SBATCH = '#!/bin/sh\necho "$@" > "$(dirname "$0")/arguments"\necho "42;cluster"\n'
+SBATCH = '#!/bin/sh\necho "$@" > "$(dirname "$0")/arguments"\nenv > "$(dirname "$0")/environment"\necho "42;cluster"\n'
 
 
 @pytest.fixture
@@ -57,7 +57,13 @@ def test_a_job_is_stored_beside_its_run_and_submitted(tool, job, tmp_path, monke
     (tmp_path / "sbatch").write_text(SBATCH)
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    given = {"SLURM_RESTART_COUNT": "5", "SLURM_JOB_ID": "7", "SLURM_CONF": "/conf", "SBATCH_QOS": "low"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     code, out, _ = tool("launch_slurm", "--job", job, "--dependency", "afterok:41")
+    received = (tmp_path / "environment").read_text()
+    assert "SLURM_CONF=/conf\n" in received and "SBATCH_QOS=low\n" in received
+    assert "SLURM_RESTART_COUNT" not in received and "SLURM_JOB_ID" not in received, "a job around is another one"
     script = tmp_path / "run" / "slurm" / "tiny.sh"
     assert code == 0 and out == f"script: {script}\njob: 42\n" and script.is_file()
     assert (tmp_path / "arguments").read_text() == f"--parsable --dependency=afterok:41 {script}\n"
