@@ -15,6 +15,8 @@
 #SBATCH --exclusive
 #SBATCH --requeue
 set -euo pipefail
+# Tasks of srun get what this script exports, whatever sbatch or the site said of --export.
+export SLURM_EXPORT_ENV=ALL
 
 # SLURM's warning: it is passed on to the run, which saves and leaves.
 warned=

@@ -12,6 +12,8 @@
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 set -euo pipefail
+# Tasks of srun get what this script exports, whatever sbatch or the site said of --export.
+export SLURM_EXPORT_ENV=ALL
 
 set +u
 source .venv/bin/activate

@@ -7,6 +7,9 @@ from megatron_fbt.slurm.job import JobConfig
 
 WIDTH = 116
 """A command longer than that is continued on the next line."""
+EXPORTS = """# Tasks of srun get what this script exports, whatever sbatch or the site said of --export.
+export SLURM_EXPORT_ENV=ALL
+"""
 STEPS = """
 # SLURM's warning: it is passed on to the run, which saves and leaves.
 warned=
@@ -61,7 +64,7 @@ def render(job: JobConfig, source: str, run_dir: Optional[str] = None) -> str:
     named = source if source.isprintable() else ascii(source)
     head = ["#!/usr/bin/env bash", f"# Rendered by tools/launch_slurm.py from {named}: change that, not this."]
     head += [f"#SBATCH {option}" for option in sbatch_options(job, logs_folder(job, run_dir))]
-    start, setup = "\n".join([*head, "set -euo pipefail"]) + "\n", "\n".join(_setup(job)) + "\n"
+    start, setup = "\n".join([*head, "set -euo pipefail"]) + "\n" + EXPORTS, "\n".join(_setup(job)) + "\n"
     if job.command is not None:
         return start + setup + "\n" + "\n".join(_command_lines(job)) + "\n"
     return start + STEPS + setup + _training(job, str(run_dir)) + GO_ON

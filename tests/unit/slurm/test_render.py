@@ -112,6 +112,18 @@ def test_a_warning_during_the_setup_finds_its_trap():
     assert script.index("trap 'warn USR1' USR1") < script.index("module load cuda")
 
 
+def test_what_the_setup_exports_reaches_the_tasks_whatever_sbatch_was_told(tmp_path):
+    job = JobConfig(command="srun env", setup=["export GREETING=hello"])
+    (tmp_path / "srun").write_text('#!/bin/sh\n[ "$SLURM_EXPORT_ENV" = ALL ] && exec "$@"\nexec /usr/bin/env -i "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_EXPORT_ENV": "NONE"}  # of sbatch --export=NONE
+    ended = subprocess.run(["bash", "-c", script_of(job)], env=environment, capture_output=True, text=True, timeout=60)
+    assert "GREETING=hello\n" in ended.stdout, ended.stderr
+    for launcher in LAUNCHERS:
+        script = script_of(job_of(1, launcher))
+        assert script.index("export SLURM_EXPORT_ENV=ALL\n") < script.index("module load")
+
+
 def test_containers_wrap_what_runs_on_the_nodes():
     pyxis = script_of(job_of(2, **VARIANTS["pyxis"]))
     assert pyxis.count("'--container-image=/images/a b.sqsh'") == 3  # here, preflight, run
