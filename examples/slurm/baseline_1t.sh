@@ -40,15 +40,31 @@ run_step() {
     return "$code"
 }
 
+run_dir=runs/standard_1b_1t
+log="runs/standard_1b_1t/slurm/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"
+
+# A start that ends before its run is judged, as by a setup that fails, is noted, too.
+began=$(date +%s)
+verdict=
+note_end() {
+    local code=$?
+    if [ -n "$verdict" ]; then return; fi
+    mkdir -p "$run_dir/slurm"
+    {
+        printf '\n{"job": "%s", "restart": %d, ' "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}"
+        printf '"began": %d, "checkpoint": null, "ended": %d, ' "$began" "$(date +%s)"
+        printf '"exit_code": %d, "verdict": "end"}\n' "$code"
+    } >>"$run_dir/slurm/starts.jsonl"
+    echo "job $SLURM_JOB_ID: ended with exit code $code before its run could be judged; not put back into the queue" >&2
+}
+trap note_end EXIT
+
 set +u
 module load cuda
 source .venv/bin/activate
 set -u
 
 export OMP_NUM_THREADS=12
-
-run_dir=runs/standard_1b_1t
-log="runs/standard_1b_1t/slurm/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"
 
 # Runs the project's Python once, on this node.
 here() {
@@ -80,14 +96,10 @@ if [ -z "$warned" ] && [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" 
 fi
 
 # Finished, failed for good, or to be gone on with? The log's last line says why.
-verdict=$(here -m megatron_fbt.slurm.requeue end --max_failures 3 --max_restarts 1000 --backoff_s 300 \
-    --run_dir "$run_dir" --log "$log" --exit_code "$code" --warned "$warned") || verdict=end
-if [ "$verdict" = end ]; then exit "$code"; fi
 state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
-if [ "$state" != RUNNING ]; then
-    echo "job $SLURM_JOB_ID: not put back into the queue, it is $state" >&2
-    exit "$code"
-fi
+verdict=$(here -m megatron_fbt.slurm.requeue end --max_failures 3 --max_restarts 1000 --backoff_s 300 \
+    --run_dir "$run_dir" --log "$log" --exit_code "$code" --warned "$warned" --state "$state") || verdict=
+if ! [[ "$verdict" =~ ^[0-9]+$ ]]; then exit "$code"; fi
 echo "job $SLURM_JOB_ID: back into the queue" >&2
 scontrol requeue "$SLURM_JOB_ID"
 if [ "$verdict" -gt 0 ]; then scontrol update JobId="$SLURM_JOB_ID" StartTime="now+$verdict" || true; fi

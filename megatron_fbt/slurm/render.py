@@ -39,13 +39,25 @@ if [ -z "$warned" ] && [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" 
     warned=preemption
 fi
 """
+NOTE = """
+# A start that ends before its run is judged, as by a setup that fails, is noted, too.
+began=$(date +%s)
+verdict=
+note_end() {
+    local code=$?
+    if [ -n "$verdict" ]; then return; fi
+    mkdir -p "$run_dir/slurm"
+    {
+        printf '\\n{"job": "%s", "restart": %d, ' "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}"
+        printf '"began": %d, "checkpoint": null, "ended": %d, ' "$began" "$(date +%s)"
+        printf '"exit_code": %d, "verdict": "end"}\\n' "$code"
+    } >>"$run_dir/slurm/starts.jsonl"
+    echo "job $SLURM_JOB_ID: ended with exit code $code before its run could be judged; not put back into the queue" >&2
+}
+trap note_end EXIT
+"""
 GO_ON = """
-if [ "$verdict" = end ]; then exit "$code"; fi
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
-if [ "$state" != RUNNING ]; then
-    echo "job $SLURM_JOB_ID: not put back into the queue, it is $state" >&2
-    exit "$code"
-fi
+if ! [[ "$verdict" =~ ^[0-9]+$ ]]; then exit "$code"; fi
 echo "job $SLURM_JOB_ID: back into the queue" >&2
 scontrol requeue "$SLURM_JOB_ID"
 if [ "$verdict" -gt 0 ]; then scontrol update JobId="$SLURM_JOB_ID" StartTime="now+$verdict" || true; fi
@@ -67,7 +79,9 @@ def render(job: JobConfig, source: str, run_dir: Optional[str] = None) -> str:
     start, setup = "\n".join([*head, "set -euo pipefail"]) + "\n" + EXPORTS, "\n".join(_setup(job)) + "\n"
     if job.command is not None:
         return start + setup + "\n" + "\n".join(_command_lines(job)) + "\n"
-    return start + STEPS + setup + _training(job, str(run_dir)) + GO_ON
+    places = [f"run_dir={shlex.quote(str(run_dir))}"]
+    places += [f'log="{logs_folder(job, run_dir)}/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"']
+    return start + STEPS + "\n".join(["", *places]) + "\n" + NOTE + setup + _training(job) + GO_ON
 
 
 def logs_folder(job: JobConfig, run_dir: Optional[str]) -> str:
@@ -152,7 +166,7 @@ def _all_nodes(job: JobConfig, per_node: int, wait_s: int) -> List[str]:
     return [srun, *sizes, f"--cpus-per-task={cpus}", *ends, *container, *_program(job)]
 
 
-def _training(job: JobConfig, run_dir: str) -> str:
+def _training(job: JobConfig) -> str:
     by_srun = job.launcher == "srun"
     how = ["device"] if by_srun else ["node", "--nproc_per_node", str(job.devices_per_node)]
     grace = [] if by_srun else ["--stop_grace_s", str(job.requeue.signal_s)]
@@ -168,9 +182,6 @@ def _training(job: JobConfig, run_dir: str) -> str:
     here = command_text(_here(job), end=' "$@"')
     ranks = "one task for each rank" if by_srun else "one launcher on each node"
     lines = [
-        "",
-        f"run_dir={shlex.quote(run_dir)}",
-        f'log="{logs_folder(job, run_dir)}/$SLURM_JOB_NAME-$SLURM_JOB_ID.log"',
         "",
         "# Runs the project's Python once, on this node.",
         f"here() {{\n{_indented(here)}\n}}",
@@ -207,10 +218,11 @@ def _verdict(job: JobConfig) -> str:
     words = ["here", "-m", "megatron_fbt.slurm.requeue", "end", "--max_failures", str(budget.max_failures)]
     words += [] if budget.max_restarts is None else ["--max_restarts", str(budget.max_restarts)]
     words += ["--backoff_s", str(budget.backoff_s)]
-    given = '--run_dir "$run_dir" --log "$log" --exit_code "$code" --warned "$warned"'
+    given = '--run_dir "$run_dir" --log "$log" --exit_code "$code" --warned "$warned" --state "$state"'
     asked = command_text(words, end=f" \\\n    {given}")
     why = "# Finished, failed for good, or to be gone on with? The log's last line says why."
-    return f"{why}\nverdict=$({asked}) || verdict=end"
+    state = 'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown'
+    return f"{why}\n{state}\nverdict=$({asked}) || verdict="
 
 
 def _command_lines(job: JobConfig) -> List[str]:

@@ -41,11 +41,11 @@ class Verdict:
     """What becomes of the job."""
 
     word: str
-    """`end`, or seconds until the next start."""
+    """`end`, seconds until the next start, or the state in which SLURM has taken the job away."""
     reason: str
 
 
-def decide(code: int, warned: str, starts: Sequence[Start], budget: RequeueConfig) -> Verdict:
+def decide(code: int, warned: str, starts: Sequence[Start], budget: RequeueConfig, state: str = "RUNNING") -> Verdict:
     """Whether the job goes on.
 
     Args:
@@ -53,6 +53,7 @@ def decide(code: int, warned: str, starts: Sequence[Start], budget: RequeueConfi
         warned: name of the signal that the script received; "" = none.
         starts: of this job so far, the one that has just ended last.
         budget: how often it may.
+        state: of the job in the queue; one that is no longer RUNNING is SLURM's to end or to start again.
     """
     if code == 0:
         return Verdict("end", "finished: exit code 0")
@@ -63,6 +64,8 @@ def decide(code: int, warned: str, starts: Sequence[Start], budget: RequeueConfi
     what = f"stopped by {warned} and saved" if code == RESUMABLE else f"failed: {describe_code(code)}"
     if warned and code in STOPPED_EARLY:
         what = f"ended by {warned} before it could save"
+    if state != "RUNNING":
+        return Verdict(state, f"{what}; not put back into the queue, it is {state}")
     last = starts[-1]
     if budget.max_restarts is not None and last.restart >= budget.max_restarts:
         return Verdict("end", f"{what}; restart budget exhausted: {last.restart} restarts (requeue.max_restarts)")
@@ -128,7 +131,7 @@ def end(options: Namespace, job: str, restart: int) -> Verdict:
         starts.append(Start(job, restart, time.time(), starts[-1].reached if starts else None))
     last = starts[-1]
     last.ended, last.exit_code, last.reached = time.time(), options.exit_code, newest_checkpoint(run_dir)
-    verdict = decide(options.exit_code, options.warned, starts, budget_of(options))
+    verdict = decide(options.exit_code, options.warned, starts, budget_of(options), options.state)
     last.verdict = verdict.word
     write_start(run_dir, last)
     return verdict
@@ -166,6 +169,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--run_dir", required=True, help="the run folder")
     parser.add_argument("--exit_code", type=int, default=1, help="of the run")
     parser.add_argument("--warned", default="", help="signal that the script received")
+    parser.add_argument("--state", default="RUNNING", help="of the job in the queue")
     parser.add_argument("--max_failures", type=int, default=RequeueConfig.max_failures)
     parser.add_argument("--max_restarts", type=int, default=None)
     parser.add_argument("--backoff_s", type=int, default=RequeueConfig.backoff_s)
@@ -196,7 +200,7 @@ def _note(options: Namespace, job: str, restart: int) -> None:
     if why:
         print(f"last error: {why}", file=sys.stderr)
     print(f"job {job}: {verdict.reason}", file=sys.stderr, flush=True)
-    print(verdict.word, flush=True)
+    print(verdict.word if verdict.word.isdecimal() else "end", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from megatron_fbt.training.status import read_status
 
 SILENT_S = 600
 """A run that says it is running and has not written for so long is called silent."""
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+"""States of a job that neither waits nor runs."""
 QUEUE_FORMAT = "%i|%T|%M|%l|%R"
 
 
@@ -26,8 +28,8 @@ def collect(run: str) -> Dict[str, Any]:
 
     Returns:
         The fields of status.json, with `age_s` since it was written (negative by a wrong clock, None where no time is
-        given), `silent`, `last_checkpoint`, `holder` (who has the folder, or None), `queue` (rows of squeue; None where
-        there is no SLURM) and `starts` (of the last job).
+        given), `silent`, `lost` (a job that is over and never said how it ended), `last_checkpoint`,
+        `holder` (who has the folder, or None), `queue` (rows of squeue; None where there is no SLURM) and `starts` (of the last job).
 
     Raises:
         ConfigError: it is no run folder.
@@ -46,14 +48,46 @@ def collect(run: str) -> Dict[str, Any]:
     if _gave_up(starts) and not (begun and report["state"] == "finished"):
         report["state"] = "failed"
     report["age_s"] = _age(report.get("time"))
-    report["silent"] = report["state"] == "running" and (report["age_s"] or 0) > SILENT_S
     report["last_checkpoint"] = newest_checkpoint(folder) or report.get("last_checkpoint")
     report["holder"] = _holder(folder)
     report["starts"] = starts
     job = starts[-1]["job"] if starts else (report["holder"] or {}).get("job")
     report["queue"] = _queue([known for known in dict.fromkeys((job, submitted)) if known])
+    report["lost"] = _lost(report, submitted)
+    if not begun and report["state"] == "waiting":
+        report["state"] = _state_before_the_run(report)
+    if report["lost"] and (not begun or report["state"] == "running"):
+        report["state"] = "failed"
+    report["silent"] = report["state"] == "running" and (report["age_s"] or 0) > SILENT_S
     report["alarm"] = alarm(report)
     return report
+
+
+def _over(report: Dict[str, Any]) -> bool:
+    """Whether SLURM has answered, and no job of the run is waiting or running."""
+    return report["queue"] is not None and all(row.get("state") in OVER for row in report["queue"])
+
+
+def _lost(report: Dict[str, Any], submitted: Optional[str]) -> Optional[str]:
+    """What became of a job that is over and never said how it ended; None where all is in order."""
+    holder, last = report["holder"], report["starts"][-1] if report["starts"] else None
+    if not _over(report) or (holder and not holder["lapsed"]):
+        return None
+    if submitted and (last is None or (last["job"].isdecimal() and int(submitted) > int(last["job"]))):
+        return f"job {submitted} is over and has not started: see its log"
+    if last and last["ended"] is None:
+        return f"job {last['job']} is over and its start {last['restart'] + 1} has no end: see its log"
+    return None
+
+
+def _state_before_the_run(report: Dict[str, Any]) -> str:
+    """What a run is doing that has not written its status yet, and has not failed."""
+    last = report["starts"][-1] if report["starts"] else {}
+    if any(row.get("state") == "RUNNING" for row in report["queue"] or []):
+        return "starting"
+    if last.get("verdict") == "end":
+        return "finished" if last["exit_code"] == 0 else "stopped"
+    return "stopped" if _over(report) else "waiting"
 
 
 NUMBERS = ("step", "train_steps", "tokens", "loss", "eta_s")
@@ -120,7 +154,7 @@ def describe(report: Dict[str, Any]) -> str:
     if report["state"] == "running":
         lines.append(f"left             {format_duration(report.get('eta_s'))}")
     lines.append(f"last checkpoint  {report['last_checkpoint'] or 'none'}")
-    if report["state"] != "waiting":
+    if "time" in report:
         lines.append(f"written          {_when(report)}")
     holder = report["holder"]
     if holder:
@@ -156,13 +190,19 @@ def _start_line(start: Dict[str, Any]) -> str:
     seconds = start["ended"] - start["began"]
     took = format_duration(seconds) if seconds > -CLOCK_S else "clock?"
     code = "exit code unknown" if start["exit_code"] is None else describe_code(start["exit_code"])
-    after = "the end" if start["verdict"] == "end" else f"back into the queue, {start['verdict']} s"
+    after = f"not put back into the queue, it was {start['verdict']}"
+    if start["verdict"] == "end":
+        after = "the end"
+    elif str(start["verdict"]).isdecimal():
+        after = f"back into the queue, {start['verdict']} s"
     reached = start["reached"] or "no checkpoint"
     return f"{name:<16} of job {start['job']}, {took}: {code}, {reached}; {after}"
 
 
 def alarm(report: Dict[str, Any]) -> Optional[str]:
     """What a person should look at."""
+    if report["lost"]:
+        return report["lost"]
     if report["state"] == "failed":
         ended = f": {describe_code(report['starts'][-1]['exit_code'])}" if _gave_up(report["starts"]) else ""
         return f"the run has failed{ended}"

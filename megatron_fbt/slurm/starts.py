@@ -30,7 +30,7 @@ class Start:
     reached: Optional[str] = None
     """The newest checkpoint at the end."""
     verdict: Optional[str] = None
-    """`end`, or seconds until the next start."""
+    """`end`, seconds until the next start, or the state in which SLURM had taken the job away."""
 
     @property
     def is_whole(self) -> bool:

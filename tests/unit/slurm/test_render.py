@@ -13,6 +13,7 @@ import pytest
 from megatron_fbt.slurm.job import ContainerConfig, JobConfig, RequeueConfig
 from megatron_fbt.slurm.job_file import load_job, run_dir_of
 from megatron_fbt.slurm.render import command_text, render
+from megatron_fbt.slurm.starts import read_starts
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCES = ROOT / "tests" / "slurm" / "references"
@@ -122,6 +123,19 @@ def test_what_the_setup_exports_reaches_the_tasks_whatever_sbatch_was_told(tmp_p
     for launcher in LAUNCHERS:
         script = script_of(job_of(1, launcher))
         assert script.index("export SLURM_EXPORT_ENV=ALL\n") < script.index("module load")
+
+
+@pytest.mark.parametrize("setup, code", [("no_such_command", 127), ("kill -TERM $$; false", 1)])
+def test_a_start_that_ends_before_its_run_leaves_a_verdict_and_a_line(tmp_path, setup, code):
+    script = render(job_of(1, setup=["true", setup]), "job.yaml", str(tmp_path / "a run"))
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x", "SLURM_RESTART_COUNT": "2"}
+    ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    assert ended.stderr.splitlines()[-1] == (
+        f"job 7: ended with exit code {code} before its run could be judged; not put back into the queue"
+    )
+    start = read_starts(tmp_path / "a run", "7")[0]
+    assert (start.restart, start.exit_code, start.verdict) == (2, code, "end") and start.ended >= start.began > 1e9
 
 
 def test_containers_wrap_what_runs_on_the_nodes():

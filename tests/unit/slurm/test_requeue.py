@@ -72,6 +72,18 @@ def test_a_limit_of_all_restarts():
     assert verdict.word == "end" and "requeue.max_restarts" in verdict.reason
 
 
+@pytest.mark.parametrize("code", [75, 143])
+def test_a_job_that_slurm_has_taken_away_is_not_said_to_go_on(code):
+    verdict = decide(code, "TERM", starts(True), BUDGET, "COMPLETING")
+    assert (
+        verdict.word == "COMPLETING"
+        and "not put back into the queue" in verdict.reason
+        and "goes on" not in verdict.reason
+    )
+    assert decide(code, "TERM", starts(True), BUDGET, "RUNNING").word.isdecimal()
+    assert decide(0, "TERM", starts(True), BUDGET, "COMPLETING").word == "end"
+
+
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Calls the command as the job script does; what it printed."""
@@ -102,6 +114,12 @@ def test_starts_are_kept_beside_the_run_and_counted_by_job(tmp_path, command):
     found = read_starts(tmp_path, "7")
     assert [start.verdict for start in found] == ["0", "60", "120", "end"]
     assert [start.progressed for start in found] == [True, False, False, False]
+
+
+def test_the_script_is_told_to_end_and_the_state_is_kept(tmp_path, command):
+    command("7", 0, "begin")
+    assert command("7", 0, "end", "--exit_code", "75", "--warned", "TERM", "--state", "CANCELLED").out == "end\n"
+    assert read_starts(tmp_path)[0].verdict == "CANCELLED"
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path, command):

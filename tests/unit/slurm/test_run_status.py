@@ -158,7 +158,7 @@ def test_a_job_that_gave_up_before_the_first_step_has_failed(run, code, alarm):
     write_start(run, Start("7", 0, 100.0, None, 200.0, code, None, "end"))
     report = collect(str(run))
     assert report["alarm"] == (alarm and f"the run has failed: {alarm}")
-    assert report["state"] == ("failed" if alarm else "waiting")
+    assert report["state"] == {75: "stopped", 0: "finished"}.get(code, "failed")
 
 
 def test_a_job_that_waits_for_its_first_start_is_found_in_the_queue(run):
@@ -167,6 +167,41 @@ def test_a_job_that_waits_for_its_first_start_is_found_in_the_queue(run):
     report = collect(str(run))
     assert (report["state"], report["alarm"]) == ("waiting", None)
     assert "queue            job 42 PENDING, 0:00 of 1:00:00, (Priority)" in describe(report)
+
+
+GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+@pytest.mark.parametrize("queue", [GONE, 'echo "42|FAILED|0:01|1:00:00|(NonZeroExitCode)"'])
+def test_a_job_that_is_over_without_a_start_has_failed(run, queue):
+    squeue(run, queue)
+    note_submission(run, "42")
+    report = collect(str(run))
+    assert (report["state"], report["alarm"]) == ("failed", "job 42 is over and has not started: see its log")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_start_without_an_end_whose_job_is_over_has_failed(run, begun):
+    if begun:
+        running(run)
+    squeue(run, 'echo "7|CANCELLED|0:01|1:00:00|n1"')
+    write_start(run, Start("7", 0, 100.0, None))
+    report = collect(str(run))
+    assert (report["state"], report["alarm"]) == ("failed", "job 7 is over and its start 1 has no end: see its log")
+
+
+def test_a_job_that_runs_before_the_first_step_is_starting(run):
+    squeue(run, QUEUE)
+    write_start(run, Start("7", 0, 100.0, None))
+    assert collect(str(run))["state"] == "starting"
+
+
+def test_a_job_that_slurm_took_away_is_not_said_to_be_back_in_the_queue(run):
+    squeue(run, GONE)
+    write_start(run, Start("7", 0, 100.0, None, 200.0, 75, "step_00000500", "COMPLETING"))
+    report = collect(str(run))
+    assert report["state"] == "stopped"
+    assert describe(report).splitlines()[-1].endswith("step_00000500; not put back into the queue, it was COMPLETING")
 
 
 @pytest.mark.parametrize("odd", ["text", None, [1], float("nan"), True])
