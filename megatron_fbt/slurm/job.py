@@ -33,8 +33,13 @@ FIELD_OF = {
     "--chdir -D": "workdir",
     "--exclusive": "exclusive",
     "--requeue --no-requeue": "requeue.max_restarts",
+    "--error -e": "logs",
 }
-"""Options of sbatch that a script has already, and what in the job file says them."""
+"""Options of sbatch that a script has already or that undo it, and what in the job file says them."""
+NO_JOB = ("--wrap", "--test-only", "--parsable", "--help", "-h", "--usage", "--version", "-V")
+"""Options with which sbatch does not submit the script, or does not print the job's id alone."""
+WITHOUT_VALUE = "HhOQsuVvW"
+"""Letters of sbatch's options behind which another one may stand in the same word."""
 
 
 def time_limit_s(text: str) -> Optional[int]:
@@ -258,19 +263,34 @@ class JobConfig(Section):
             elif "--parallel.world_size" in names:
                 rules.add("overrides", "'--parallel.world_size' is nodes x devices_per_node", "set nodes, leave it out")
         if rules.usable("sbatch"):
-            given = [match[0] for match in map(re.compile(r"--[^\s=]+|-\w").match, self.sbatch) if match]
+            given = [name for option in self.sbatch for name in _names(option)]
             own = {name: field for names, field in FIELD_OF.items() for name in names.split()}
-            taken = next((name for name in given if name in own), None)
+            taken = next(((name, full) for name in given for full in own if _abbreviates(name, full)), None)
             if taken:
-                rules.add("sbatch", f"{taken!r} is in the script already", f"set {own[taken]}, leave it out")
+                rules.add("sbatch", f"{taken[0]!r} is in the script already", f"set {own[taken[1]]}, leave it out")
+            elif any(_abbreviates(name, full) for name in given for full in NO_JOB):
+                rules.add("sbatch", "with one of them sbatch would not submit the script as it is", "leave it out")
 
 
 def _is_option(text: str) -> bool:
     """Whether sbatch reads a line as one option: a word, or a name and a value."""
-    if not text.startswith("-") or not text.isprintable() or re.search(r"[#\\]", text):
+    if re.match(r"--?[A-Za-z]", text) is None or not text.isprintable() or re.search(r"[#\\]", text):
         return False
     try:
         words = shlex.split(text)
     except ValueError:
         return False
     return len(words) == 1 or (len(words) == 2 and "=" not in words[0])
+
+
+def _names(option: str) -> List[str]:
+    """`--out=x` as --out, `-vD /tmp` as -v and -D."""
+    if option.startswith("--"):
+        return [re.split(r"[\s=]", option)[0]]
+    letters = re.match(f"-([{WITHOUT_VALUE}]*.?)", option)
+    return [f"-{letter}" for letter in letters[1]] if letters else []
+
+
+def _abbreviates(name: str, full: str) -> bool:
+    """Whether sbatch may read an option as another one: it takes the beginning of a long one for the whole."""
+    return full.startswith(name) if name.startswith("--") else full == name

@@ -29,7 +29,8 @@ def collect(run: str) -> Dict[str, Any]:
     Returns:
         The fields of status.json, with `age_s` since it was written (negative by a wrong clock, None where no time is
         given), `silent`, `lost` (a job that is over and never said how it ended), `last_checkpoint`,
-        `holder` (who has the folder, or None), `queue` (rows of squeue; None where there is no SLURM) and `starts` (of the last job).
+        `holder` (who has the folder, or None), `queue` (rows of squeue; None where there is no SLURM) and `starts`
+        (of the last job).
 
     Raises:
         ConfigError: it is no run folder.

@@ -37,6 +37,9 @@ def launch(
     job = load_job(job_file)
     run_dir = run_dir_of(job) if job.config is not None else None
     folder = logs_folder(job, run_dir)
+    for name, place in (("run.dir", run_dir), ("logs", folder)):
+        if place and place.startswith("-"):
+            raise ConfigError(f"{name} = {place!r}: would be read as an option; give ./{place}, or another folder")
     if re.search(r"[%$`]|" + READ_BY_SBATCH, folder) or not folder.isprintable():
         raise ConfigError(f"logs = {folder!r}: SLURM would read a character of it in its own way; give a plain path")
     if output is not None and (not output.strip() or os.path.realpath(output) == os.path.realpath(job_file)):
@@ -46,7 +49,8 @@ def launch(
     if dependency is not None and output is not None:
         raise ConfigError(f"--dependency {dependency!r}: with --output nothing is submitted; give it to sbatch")
     report: Dict[str, Any] = {"script": None, "job": None, "text": render(job, job_file, run_dir)}
-    _check_shell(report["text"], job_file)
+    for text in ("\n".join(job.setup), job.command or "", report["text"]):
+        _check_shell(text, job_file)
     if dry_run:
         return report
     base = work_folder(job)
@@ -66,7 +70,7 @@ def launch(
 
 
 def _check_shell(text: str, job_file: str) -> None:
-    """Have bash, where there is one, read the script: the text of setup or command may be no shell text.
+    """Have bash, where there is one, read the script, or setup or command alone: each may be no shell text.
 
     Raises:
         ConfigError: it is none.
@@ -74,8 +78,11 @@ def _check_shell(text: str, job_file: str) -> None:
     bash = shutil.which("bash")
     if bash is None:
         return
-    result = subprocess.run([bash, "-n"], input=text, capture_output=True, text=True)
-    if result.returncode:
+    plain = {**os.environ, "LC_ALL": "C"}
+    result = subprocess.run(
+        [bash, "-n"], input=text, capture_output=True, encoding="utf-8", errors="replace", env=plain
+    )
+    if result.returncode or result.stderr:  # a here-document without an end is only warned of
         reason = " ".join(result.stderr.split())[:300]
         raise ConfigError(f"{job_file}: the script is no shell text: {reason}; correct setup or command")
 

@@ -95,6 +95,18 @@ def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     code, _, err = tool("launch_slurm", "--job", job, "--dry_run")
     assert code == 2 and "correct setup or command" in err
+    for wrong in (
+        'command: ls\nsetup: ["echo \'abc"]\n',
+        "command: 'cat <<END'\n",
+        "command: if true; then\ncontainer: {runtime: pyxis, image: i}\n",
+    ):
+        job.write_text(wrong)
+        code, _, err = tool("launch_slurm", "--job", job, "--dry_run")
+        assert code == 2 and "correct setup or command" in err, wrong
+    for place in ("overrides: [--run.dir=-x]", "logs: -x"):
+        job.write_text(f"config: examples/configs/tiny_cpu.yaml\n{place}\ndevices_per_node: 4\n")
+        code, _, err = tool("launch_slurm", "--job", job, "--dry_run")
+        assert code == 2 and "'-x': would be read as an option; give ./-x" in err
     job.write_text("config: examples/configs/tiny_cpu.yaml\nlogs: a%b\ndevices_per_node: 4\n")
     code, _, err = tool("launch_slurm", "--job", job)
     assert code == 2 and "plain path" in err

@@ -115,6 +115,27 @@ def test_every_option_that_a_script_has_is_refused_in_sbatch(load):
             load(f"config: a.yaml\nsbatch: ['{option}']\n")
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--out=x",
+        "--job=x",
+        "-vD /tmp",
+        "-Qt5",
+        "--part=low",
+        "--sig=B:TERM@5",
+        "--no-req",
+        "--error=x",
+        "-e x",
+        "--err=x",
+    ]
+    + ["--wrap=ls", "--test-only", "--parsable", "--help", "-h", "-V", "--version", "--usage", "-", "--", "--=x"],
+)
+def test_options_that_would_undo_the_script_are_refused_however_they_are_written(load, option):
+    with pytest.raises(ConfigError, match="job.sbatch"):
+        load(f"config: a.yaml\nsbatch: ['{option}']\n")
+
+
 def test_help_has_every_field_with_its_type_and_default():
     text = describe_fields()
     assert "\n  nodes (integer, 1)\n      Nodes of the job.\n" in text
@@ -125,7 +146,9 @@ def test_help_has_every_field_with_its_type_and_default():
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-@pytest.mark.parametrize("option", ["--mail-type=END", '--comment="two words"', "--mail-type END", "--hold", "-d 41"])
+@pytest.mark.parametrize(
+    "option", ["--mail-type=END", '--comment="two words"', "--mail-type END", "--hold", "-d 41", "-QH"]
+)
 def test_options_of_sbatch(load, option):
     assert load(f"config: a.yaml\nsbatch: ['{option}']\n").sbatch == [option]
 
