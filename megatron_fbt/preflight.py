@@ -4,11 +4,12 @@ It compares devices, free disk, the shared run folder, clocks, versions, the spe
 network, names the bad nodes and says what to give sbatch. Without a launcher it checks this machine alone.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import sys
-import tempfile
+import uuid
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,8 +115,11 @@ def place_of(environment: Mapping[str, str]) -> Place:
 def check_alone(options: Namespace, limits: PreflightConfig) -> int:
     """This machine only."""
     _require_folder(options.run_dir)
-    with tempfile.TemporaryDirectory(prefix=".preflight-", dir=options.run_dir) as marks:
-        facts = own_facts(Path(options.run_dir), Path(marks) / "0")
+    marks = Path(options.run_dir) / f".preflight-{uuid.uuid4().hex}"
+    try:
+        facts = own_facts(Path(options.run_dir), marks / "0")
+    finally:
+        shutil.rmtree(marks, ignore_errors=True)
     return report([facts], [], options, limits)
 
 
@@ -123,9 +127,9 @@ def check_together(options: Namespace, limits: PreflightConfig, place: Place) ->
     """All nodes of the job; the first one reports, all end with its exit code."""
     run_dir, first = Path(options.run_dir), place.rank == 0
     marks = run_dir / f".preflight-{os.environ.get('SLURM_JOB_ID', 'x')}-{os.environ.get('SLURM_RESTART_COUNT', 0)}"
-    facts = own_facts(run_dir, marks / str(place.rank))
-    meeting = Meeting(place.address, place.port, place.rank, place.size, options.timeout_s)
     try:
+        facts = own_facts(run_dir, marks / str(place.rank))
+        meeting = Meeting(place.address, place.port, place.rank, place.size, options.timeout_s)
         there, missing = meeting.gather("arrived", facts)
         # What the first node lacks was mistyped; what only others lack is not shared.
         told = meeting.tell("complete", BAD_NODE * bool(missing) if run_dir.is_dir() else ConfigError.exit_code)
@@ -141,6 +145,10 @@ def check_together(options: Namespace, limits: PreflightConfig, place: Place) ->
     finally:
         if first:
             shutil.rmtree(marks, ignore_errors=True)
+        else:  # the first node may be absent
+            with contextlib.suppress(OSError):
+                (marks / str(place.rank)).unlink(missing_ok=True)
+                marks.rmdir()
 
 
 def _require_folder(run_dir: str) -> None:

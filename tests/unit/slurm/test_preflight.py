@@ -153,6 +153,13 @@ def test_one_json_object(run_dir, capsys):
     assert found["exclude"] == name and "GB free" in found["bad"][name][0]
 
 
+def test_a_run_folder_that_cannot_be_written_makes_a_bad_node(run_dir, capsys):
+    assert main(["--run_dir", "/proc", "--json", "--min_free_gb", "0"]) == 69
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert list(found["bad"].values()) == [["the run folder cannot be written"]] and printed.err == ""
+
+
 def test_a_mistyped_run_folder_is_not_made(run_dir, capsys):
     assert main(["--run_dir", str(run_dir / "typo"), "--min_free_gb", "0"]) == 2
     printed = capsys.readouterr()
@@ -231,3 +238,11 @@ def test_a_first_node_that_cannot_be_reached_is_an_error(tmp_path, capsys, monke
     monkeypatch.setattr(preflight, "own_facts", lambda run_dir, mark: GOOD)
     assert main(["--run_dir", str(Path(tmp_path)), "--timeout_s", "1"]) == 69
     assert "error: preflight on" in capsys.readouterr().err
+
+
+def test_without_the_first_node_no_mark_stays(run_dir, monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--run_dir", str(run_dir), "--timeout_s", "1"]) == 69
+    assert os.listdir(run_dir) == []
