@@ -6,7 +6,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.data.data_plan import DataPlan, plan_of_blend
 from megatron_fbt.data.dataset import open_paths
 from megatron_fbt.data.mixture import make_mixture
-from megatron_fbt.data.source_rows import check_epochs, open_source, plan_of_mixture
+from megatron_fbt.data.source_rows import check_epochs, check_pairs, open_source, plan_of_mixture
 from megatron_fbt.data.streams import TRAIN, Stream
 from megatron_fbt.errors import DataError
 
@@ -26,6 +26,7 @@ def forecast(
 
     Raises:
         ConfigError: A source would be read more often than it may.
+        DataError: See source_rows.check_pairs.
     """
     data = config.data
     if data.format != "indexed" or not (data.paths or data.sources):
@@ -45,6 +46,7 @@ def forecast(
         except DataError as error:
             found.append(None)
             notes.append(f"source {source.name} cannot be read here: {error}")
+    check_pairs(found)
     plan = plan_of_mixture(config, found, make_mixture(config, train_samples, stage_samples))
     check_epochs(plan)
     return plan, notes

@@ -1,6 +1,7 @@
 """Documents, rows and statistics of the data of a run, or of files alone: what tools/inspect_data.py shows."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy
@@ -26,6 +27,7 @@ from megatron_fbt.data.source_rows import cache_folder
 from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_fbt.errors import ConfigError
+from megatron_fbt.training import metrics
 from megatron_fbt.training.batch_size import BatchSizeSchedule, run_length
 from megatron_fbt.training.fingerprint import stage_samples
 from megatron_fbt.training.messages import set_up_messages
@@ -229,6 +231,26 @@ def _indexed(paths: Sequence[str], tokenizer: Optional[Tokenizer], mmap: bool = 
     return Documents(numpy.concatenate(lengths), parts, sum(known) or None)
 
 
+def _samples_of(step: int, config: PretrainConfig, schedule: BatchSizeSchedule, done: Tuple[int, int]) -> range:
+    """Samples of a step: as the run's log has them, for batches may have had another size; else as configured.
+
+    Args:
+        step: from 1 on.
+        config: of the run.
+        schedule: of its batches.
+        done: steps and samples of its checkpoint.
+    """
+    log = metrics.read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    logged = {row.get("step"): metrics.number(row.get("tokens")) for row in log}
+    logged[0] = 0.0
+    before, after = logged.get(step - 1), logged.get(step)
+    if before is not None and after is not None:
+        return range(int(before) // config.data.sequence_length, int(after) // config.data.sequence_length)
+    known = done if step > done[0] else (0, 0)
+    consumed = schedule.samples_after(step - 1, known)
+    return range(consumed, consumed + schedule.global_batch_size(consumed))
+
+
 def _rows(config: PretrainConfig, tokenizer: Tokenizer, spell: Speller, wanted: Wanted) -> List[Dict[str, Any]]:
     """Rows as training sees them, with the feedback region of one pass."""
     training = config.training
@@ -246,8 +268,7 @@ def _rows(config: PretrainConfig, tokenizer: Tokenizer, spell: Speller, wanted: 
     for step in wanted.steps:
         if wanted.validation or not 1 <= step <= steps:
             raise ConfigError(f"--step {step}: training has {steps:,} steps; give one from 1 to {steps}")
-        consumed = schedule.samples_after(step - 1)
-        batch = range(consumed, consumed + schedule.global_batch_size(consumed))
+        batch = _samples_of(step, config, schedule, done)
         step_of.update(dict.fromkeys(batch, step))
         numbers += batch
     recipe = Recipe(config.feedback, config.run.seed, training=not wanted.validation)

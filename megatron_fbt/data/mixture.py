@@ -94,7 +94,7 @@ def make_mixture(config: PretrainConfig, train_samples: int, stage_samples: Sequ
 def first_samples(
     config: PretrainConfig, stage_samples: Sequence[int] = (), done: Tuple[int, int] = (0, 0)
 ) -> List[int]:
-    """First sample of each stage of data.stages, whether the run reaches it or not.
+    """First sample of each stage of data.stages (or of the only one), whether the run reaches it or not.
 
     Args:
         config: sections data and training.
@@ -103,7 +103,8 @@ def first_samples(
     """
     schedule = BatchSizeSchedule(config.training, data_parallel_size=1)
     steps = [stage.first_step for stage in config.data.stages] or [0]
-    return [*stage_samples, *(schedule.samples_after(step, done) for step in steps[len(stage_samples) :])]
+    known = [0, *stage_samples[1:]]
+    return [*known, *(schedule.samples_after(step, done) for step in steps[len(known) :])]
 
 
 def mixture_problems(config: PretrainConfig, train_samples: int) -> List[str]:
@@ -137,7 +138,8 @@ def _stage_bounds(config: PretrainConfig, train_samples: int, stage_samples: Seq
 def _quotas(config: PretrainConfig, stages: Sequence[Tuple[Optional[dict], int]]) -> List[List[int]]:
     """Rows of each source in each stage of so many samples."""
     own = sum(samples for weights, samples in stages if weights is None)
-    shares = _own_shares(config, own) if own else []
+    budgets = any(source.tokens for source in config.data.sources)
+    shares = _own_shares(config, own) if own or budgets else []
     names = [source.name for source in config.data.sources]
     return [
         apportion(samples, shares if weights is None else [weights.get(name, 0) for name in names])

@@ -15,7 +15,7 @@ from megatron_fbt.data.index_cache import IndexLog
 from megatron_fbt.data.source_rows import cache_folder
 from megatron_fbt.data.token_ids import run_tokenizer
 from megatron_fbt.training.batch_size import run_length
-from megatron_fbt.training.fingerprint import stage_samples
+from megatron_fbt.training.fingerprint import data_fingerprint, refuse_other_data, stage_samples
 from megatron_fbt.training.messages import set_up_messages
 from megatron_fbt.training.resume import find_resume_point
 from megatron_fbt.training.run_folder import steps_and_samples
@@ -59,6 +59,8 @@ def prepare_cache(config: PretrainConfig, tokenizer) -> Dict[str, Any]:
     _, samples = run_length(config.training, config.data.sequence_length, steps_and_samples(checkpoint))
     validation = config.training.eval_iters * config.training.global_batch_size
     cache, log = cache_folder(config), IndexLog()
+    if checkpoint is not None:
+        refuse_other_data(config, checkpoint, data_fingerprint(config, tokenizer))
     stages = stage_samples(config, checkpoint)
     datasets = build_datasets(config, tokenizer, samples, validation, stages, log)
     plan: Optional[DataPlan] = datasets.plan

@@ -108,9 +108,28 @@ def open_sources(config: PretrainConfig, tokenizer, check: bool) -> List[Stream]
     """A stream for each source.
 
     Raises:
-        DataError: See streams.open_stream.
+        DataError: See streams.open_stream and check_pairs.
     """
-    return [open_source(config, source, tokenizer, check) for source in config.data.sources]
+    streams = [open_source(config, source, tokenizer, check) for source in config.data.sources]
+    check_pairs(streams)
+    return streams
+
+
+def check_pairs(streams: Sequence[Optional[Stream]]) -> None:
+    """Refuse a pair in two sources, by whatever path: each would count its epochs, and split it, by itself.
+
+    Raises:
+        DataError: Naming the pair and both sources.
+    """
+    owners: Dict[str, str] = {}
+    for stream in streams:
+        for prefix in stream.prefixes if stream is not None else ():
+            other = owners.setdefault(os.path.realpath(prefix), stream.name)
+            if other != stream.name:
+                raise DataError(
+                    f"data.sources: the pair {prefix} belongs to {other} and to {stream.name}; name it in one of them "
+                    "(its split gives both training and validation their parts)"
+                )
 
 
 def open_source(config: PretrainConfig, source: SourceConfig, tokenizer=None, check: bool = True) -> Stream:

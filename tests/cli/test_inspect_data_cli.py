@@ -70,6 +70,19 @@ def config_of(place, name, **data):
     return config
 
 
+def test_a_step_that_the_run_has_logged_has_the_samples_that_it_had(place, show):
+    config = config_of(place, "corpus")
+    log = place / "run" / "metrics.jsonl"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("".join(json.dumps({"step": s, "tokens": 5 * LENGTH * s}) + "\n" for s in (1, 2, 3)))
+    try:
+        code, output, _ = show("--config", place / "corpus.yaml", "--step", 1, 3, "--json")
+        assert code == 0 and [row["row"] for row in json.loads(output)["rows"]] == [*range(5), *range(10, 15)]
+        assert config.training.rampup_batch_size == [2, 2, 4]
+    finally:
+        log.unlink()
+
+
 def test_rows_are_what_training_reads_and_fuses_in_that_step_and_pass(place, show):
     config = config_of(place, "corpus")
     code, output, _ = show("--config", place / "corpus.yaml", "--step", 2, 3, "--pass_number", 3, "--json")

@@ -11,7 +11,8 @@ from megatron_fbt.core.manifest import read_manifest
 from megatron_fbt.data import first_rank
 from megatron_fbt.data.dataset import build_datasets
 from megatron_fbt.data.index_cache import IndexLog
-from megatron_fbt.errors import DataError
+from megatron_fbt.data.prepare import prepare_cache
+from megatron_fbt.errors import CheckpointError, DataError
 from tests.distributed.launch import run_distributed
 from tests.distributed.run_case import STEPS, VOCAB, branch, rows_of, run, run_config, stop_before
 from tests.unit.data.corpus import PlainTokenizer, data_config, numbered_documents, write_documents
@@ -39,7 +40,10 @@ def other_stops(rank, world_size, folder):
     assert run(config_of(folder, "stopped")) == "finished"
 
 
-def config_of(folder, name, **overrides):
+STAGES = [StageConfig(0), StageConfig(SECOND, {"high": 1}), StageConfig(THIRD, {"low": 2, "high": 1})]
+
+
+def config_of(folder, name, stages=STAGES, **overrides):
     folder = Path(folder)
     config = run_config(folder / name, str(folder / "low"), **overrides)
     config.data.paths = []
@@ -47,19 +51,24 @@ def config_of(folder, name, **overrides):
         SourceConfig("low", [str(folder / "low")], weight=3),
         SourceConfig("high", [str(folder / "high-*")], weight=1, max_epochs=4),
     ]
-    config.data.stages = [StageConfig(0), StageConfig(SECOND, {"high": 1}), StageConfig(THIRD, {"low": 2, "high": 1})]
+    config.data.stages = list(stages)
     return config
 
 
 def unbroken_and_broken(rank, world_size, folder):
     assert run(config_of(folder, "whole", checkpoint__save_interval=1)) == "finished"
     resume_after(SECOND, folder)
+    assert run(config_of(folder, "plain", stages=[], checkpoint__save_interval=1)) == "finished"
+    branch(Path(folder) / "plain", Path(folder) / "plain after", 5)
+    assert run(config_of(folder, "plain after", stages=[])) == "finished"
     branch(Path(folder) / "whole", Path(folder) / "batches", 5)
     assert run(config_of(folder, "batches", training__global_batch_size=12)) == "finished"
     branch(Path(folder) / "whole", Path(folder) / "others", 5)
     others = config_of(folder, "others")
     others.data.sources[0].weight = 4.0
     assert run(others) == "CheckpointError"
+    with pytest.raises(CheckpointError, match="data.sources = .*: the run has"):
+        prepare_cache(others, PlainTokenizer(VOCAB))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +81,12 @@ def folder(tmp_path_factory):
 
 def test_a_run_that_stopped_at_the_bound_of_a_stage_equals_the_unbroken_one(folder):
     assert len(rows_of(folder / "whole")) == STEPS and rows_of(folder / f"after{SECOND}") == rows_of(folder / "whole")
+
+
+def test_without_stages_a_stopped_run_equals_the_unbroken_one(folder):
+    assert rows_of(folder / "plain after") == rows_of(folder / "plain")
+    plans = [json.loads((folder / name / "data_plan.json").read_text()) for name in ("plain", "plain after")]
+    assert plans[0] == plans[1] and plans[0]["stages"][0]["first_sample"] == 0
 
 
 @pytest.mark.slow

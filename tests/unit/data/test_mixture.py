@@ -86,6 +86,14 @@ def test_a_resume_with_other_batches_keeps_the_stages_that_it_has_met(stop):
     assert after[len(met) :] == [4 * stop + 6 * (step - stop) for step in steps[len(met) :]]
 
 
+@pytest.mark.parametrize("done", [(9, 36), (100, 400)])
+def test_without_stages_a_resumed_run_goes_on_in_its_sources(done):
+    config = mixed([source("a", 1), source("b", tokens=800.0)])
+    assert first_samples(config, [], done) == [0]
+    config.data.stages = [StageConfig(0), StageConfig(200, {"a": 1})]
+    assert first_samples(config, [], done)[0] == 0 and mixture_of(config).stages[0].first_sample == 0
+
+
 def test_budgets_and_weights_share_the_run():
     # 400 rows of 8 tokens: 800 tokens are 100 rows; the rest is shared 3 : 1.
     sources = [source("a", tokens=800.0), source("b", 3), source("c", 1), source("d", tokens=80.0)]
@@ -112,6 +120,9 @@ def test_budgets_that_do_not_fit_are_refused_with_the_numbers():
         ConfigError, match="3,000 tokens in all, and the stages without weights of their own have 1,600"
     ):
         validate_config(elsewhere)
+    never = mixed([source("a", tokens=3.0e3), source("b", 1)], [(0, {"b": 1}), (150, None)])
+    with pytest.raises(ConfigError, match="3,000 tokens in all, and the stages without weights of their own have 0"):
+        validate_config(never)
 
 
 @pytest.mark.parametrize("spread", [0, 3, 12])

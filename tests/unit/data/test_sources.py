@@ -15,6 +15,7 @@ from megatron_fbt.core.manifest import FileEntry
 from megatron_fbt.data.corpus_manifest import CorpusManifest, Shard, write_manifest
 from megatron_fbt.data.dataset import build_datasets
 from megatron_fbt.data.epochs import rows_inside, rows_of_epochs
+from megatron_fbt.data.forecast import forecast
 from megatron_fbt.data.prefixes import find_prefixes, indexed_pairs
 from megatron_fbt.data.sampler import micro_batch_sample_ids
 from megatron_fbt.data.streams import JoinedDataset, check_document_count, open_stream
@@ -270,6 +271,16 @@ def test_validation_without_a_row_is_switched_off(tmp_path, caplog, split, docum
     write_different(tmp_path / "c", 1, [length] * documents)
     data = build(mixed(tmp_path, [SourceConfig("c", [str(tmp_path / "c")], 1)], 16, split), valid=5)
     assert data.valid is None and "validation is off" in caplog.text
+
+
+def test_a_pair_in_two_sources_is_refused_by_whatever_path(tmp_path):
+    write_documents(tmp_path / "a", [[1, 2, 3]] * 9)
+    (tmp_path / "link").symlink_to(tmp_path)
+    paths = {"one": f"{tmp_path}/a", "two": f"{tmp_path}/link/a*"}
+    config = mixed(tmp_path, [SourceConfig(name, [path], 1) for name, path in paths.items()])
+    for refused in (lambda: build(config), lambda: forecast(config, 8, [])):
+        with pytest.raises(DataError, match=r"pair .*/link/a belongs to one and to two; name it in one of them"):
+            refused()
 
 
 def test_a_source_without_training_documents_is_named(tmp_path):
