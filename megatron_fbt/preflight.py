@@ -21,7 +21,7 @@ from megatron_fbt.config.rules import raise_problems
 from megatron_fbt.ending import tell
 from megatron_fbt.errors import ConfigError, FBTError
 from megatron_fbt.slurm.job import PreflightConfig
-from megatron_fbt.slurm.judge import describe, judge
+from megatron_fbt.slurm.judge import describe, excluded, judge
 from megatron_fbt.slurm.meeting import Meeting
 from megatron_fbt.slurm.node_facts import NodeFacts, own_facts
 from megatron_fbt.slurm.nodes import node_names
@@ -163,7 +163,7 @@ def report(nodes: List[NodeFacts], missing: Sequence[int], options: Namespace, l
         known = node_names(os.environ["SLURM_JOB_NODELIST"]) if "SLURM_JOB_NODELIST" in os.environ else []
         names = [known[rank] if rank < len(known) else f"number {rank}" for rank in missing]
         bad.update({name: ["no answer"] for name in names})
-    found = {"nodes": [asdict(node) for node in nodes], "bad": bad, "exclude": ",".join(bad) or None}
+    found = {"nodes": [asdict(node) for node in nodes], "bad": bad, "exclude": excluded(bad)}
     print(json.dumps(json_ready(found)) if options.json else describe(nodes, bad), flush=True)
     return BAD_NODE if bad else 0
 

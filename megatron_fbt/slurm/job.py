@@ -56,6 +56,8 @@ def time_limit_s(text: str) -> Optional[int]:
     else:
         first, *rest = [int(match["days"]) * 24 + parts[0], *parts[1:]]
     minutes, seconds = [*rest, 0, 0][:2]
+    if len(parts) > 1 and (seconds > 59 or (minutes > 59 and (len(parts) == 3 or match["days"] is not None))):
+        return None
     return first * 3600 + minutes * 60 + seconds
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from typing import Dict, List, Sequence
+from typing import Dict, List, Optional, Sequence
 
 from megatron_fbt.slurm.job import PreflightConfig
 from megatron_fbt.slurm.node_facts import NodeFacts
@@ -61,11 +61,17 @@ def _own_problems(node: NodeFacts, limits: PreflightConfig, devices: int) -> Lis
     return problems
 
 
+def excluded(bad: Dict[str, List[str]]) -> Optional[str]:
+    """Bad nodes for sbatch's --exclude, without those that have no name outside of a job, as `number 1`."""
+    return ",".join(name for name in bad if " " not in name) or None
+
+
 def describe(nodes: Sequence[NodeFacts], bad: Dict[str, List[str]]) -> str:
     """The report for a person, with what to give sbatch."""
     slowest = min(speed for node in nodes for speed in node.matmul_tflops)
     fastest = max(speed for node in nodes for speed in node.matmul_tflops)
-    lines = [f"preflight: {len(nodes)} nodes, matrix products {slowest:.3g} to {fastest:.3g} TFLOP/s a device"]
+    size = f"{len(nodes)} node" + "s" * (len(nodes) > 1)
+    lines = [f"preflight: {size}, matrix products {slowest:.3g} to {fastest:.3g} TFLOP/s a device"]
     links = [node.link_gb_s for node in nodes if node.link_gb_s is not None]
     if links:
         reduced = min(node.all_reduce_gb_s or 0.0 for node in nodes)
@@ -73,7 +79,9 @@ def describe(nodes: Sequence[NodeFacts], bad: Dict[str, List[str]]) -> str:
     for name, problems in bad.items():
         lines += [f"preflight: bad node {name}: {problem}" for problem in problems]
     if bad:
-        lines.append(f"error: bad nodes: {', '.join(bad)}; submit with --exclude={','.join(bad)}")
+        named = excluded(bad)
+        remedy = f"submit with --exclude={named}" if named else "look at why they did not answer"
+        lines.append(f"error: bad nodes: {', '.join(bad)}; {remedy}")
     else:
         lines.append("preflight: all nodes are good")
     return "\n".join(lines)

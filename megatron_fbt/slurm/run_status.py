@@ -36,8 +36,8 @@ def collect(run: str) -> Dict[str, Any]:
         ConfigError: it is no run folder.
     """
     folder = Path(run)
-    if not folder.is_dir():
-        raise ConfigError(f"run {run!r}: no such folder; name the folder of a run (run.dir)")
+    if not _is_folder(folder):
+        raise ConfigError(f"run {run[:300]!r}: no such folder; name the folder of a run (run.dir)")
     status = read_status(folder / "status.json")
     starts = [asdict(start) for start in read_starts(folder)]
     begun, submitted = isinstance(status.get("state"), str), submitted_job(folder)
@@ -62,6 +62,13 @@ def collect(run: str) -> Dict[str, Any]:
     report["silent"] = report["state"] == "running" and (report["age_s"] or 0) > SILENT_S
     report["alarm"] = alarm(report)
     return report
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # no name that a folder may have
+        return False
 
 
 def _over(report: Dict[str, Any]) -> bool:
@@ -179,6 +186,8 @@ def _plain(line: str) -> str:
 
 def _when(report: Dict[str, Any]) -> str:
     age = report["age_s"]
+    if report.get("time") is None:
+        return "at an unknown time"
     if age is None:
         return f"at {report.get('time')!r} (clock?)"
     return f"{format_duration(age)} ago" if age > -CLOCK_S else f"{format_duration(-age)} from now (clock?)"

@@ -42,7 +42,9 @@ def launch(
             raise ConfigError(f"{name} = {place!r}: would be read as an option; give ./{place}, or another folder")
     if re.search(r"[%$`]|" + READ_BY_SBATCH, folder) or not folder.isprintable():
         raise ConfigError(f"logs = {folder!r}: SLURM would read a character of it in its own way; give a plain path")
-    if output is not None and (not output.strip() or os.path.realpath(output) == os.path.realpath(job_file)):
+    if output is not None and (
+        output.strip() in ("", "-") or "\0" in output or os.path.realpath(output) == os.path.realpath(job_file)
+    ):
         raise ConfigError(f"--output {output!r}: not a place for the script; name another file")
     if dependency is not None and not dependency.strip():
         raise ConfigError(f"--dependency {dependency!r}: empty; give one such as afterok:123, or leave it out")
@@ -75,6 +77,8 @@ def _check_shell(text: str, job_file: str) -> None:
     Raises:
         ConfigError: it is none.
     """
+    if "\0" in text or re.search(r"[\ud800-\udfff]", text):
+        raise ConfigError(f"{job_file}: holds a character that no script can have; correct setup, command and names")
     bash = shutil.which("bash")
     if bash is None:
         return

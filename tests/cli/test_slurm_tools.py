@@ -85,7 +85,7 @@ def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):
     job.write_text(job.read_text().replace("devices_per_node: 4", "devices_per_node: 3"))
     code, _, err = tool("launch_slurm", "--job", job)
     assert code == 2 and "3" in err
-    for place in ("", str(job)):
+    for place in ("", "-", "a\0b", str(job)):
         code, _, err = tool("launch_slurm", "--job", job, "--output", place)
         assert code == 2
     job.write_text(JOB.format(run=tmp_path / "exp#1"))
@@ -103,6 +103,10 @@ def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):
         job.write_text(wrong)
         code, _, err = tool("launch_slurm", "--job", job, "--dry_run")
         assert code == 2 and "correct setup or command" in err, wrong
+    for character in ("\\ud800", "\\0"):
+        job.write_text(f'command: "ls {character}"\n')
+        code, _, err = tool("launch_slurm", "--job", job, "--dry_run")
+        assert code == 2 and "no script can have" in err
     for place in ("overrides: [--run.dir=-x]", "logs: -x"):
         job.write_text(f"config: examples/configs/tiny_cpu.yaml\n{place}\ndevices_per_node: 4\n")
         code, _, err = tool("launch_slurm", "--job", job, "--dry_run")

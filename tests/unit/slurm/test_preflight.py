@@ -14,7 +14,7 @@ from megatron_fbt import preflight
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.preflight import main
 from megatron_fbt.slurm.job import PreflightConfig
-from megatron_fbt.slurm.judge import describe, judge
+from megatron_fbt.slurm.judge import describe, excluded, judge
 from megatron_fbt.slurm.meeting import Meeting
 from megatron_fbt.slurm.node_facts import NodeFacts
 
@@ -43,6 +43,13 @@ def test_good_nodes_are_good():
     assert judge(cluster(), LIMITS, 8) == {}
     text = describe(cluster(), {})
     assert "4 nodes" in text and text.endswith("all nodes are good")
+
+
+def test_a_node_without_a_name_is_not_given_to_sbatch():
+    bad = {"number 1": ["no answer"]}
+    assert excluded(bad) is None and excluded({**bad, "n2": ["slow"]}) == "n2"
+    text = describe([GOOD], bad)
+    assert "1 node, " in text and "--exclude" not in text
 
 
 @pytest.mark.parametrize("problem", FAULTS)

@@ -117,7 +117,7 @@ def test_a_silent_and_a_failed_run_raise_an_alarm(run):
     [
         (3 * 3600 + 330, "written          3h05m from now (clock?)"),
         ("yesterday", "written          at 'yesterday' (clock?)"),
-        (None, "written          at None (clock?)"),
+        (None, "written          at an unknown time"),
         (["2026"], "written          at ['2026'] (clock?)"),
     ],
 )
@@ -218,8 +218,9 @@ def test_what_is_no_run_is_refused(run, content):
         (run / "status.json").write_text(content)
     with pytest.raises(ConfigError, match="name the folder of a run"):
         collect(str(run))
-    with pytest.raises(ConfigError, match="no such folder"):
-        collect(str(run / "nothing"))
+    for name in ("nothing", "x" * 5000, "a\0b"):
+        with pytest.raises(ConfigError, match="no such folder"):
+            collect(str(run / name))
 
 
 def test_queue_of_without_slurm(run):
