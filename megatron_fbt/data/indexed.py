@@ -5,7 +5,7 @@ import shutil
 import struct
 import warnings
 from array import array
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Dict, Iterator, Optional, Tuple
 
@@ -35,7 +35,7 @@ class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx under other names and gives them theirs at the very end.
 
     The files are those that Megatron-Core's builder would write, byte for byte. Memory holds four bytes a document.
-    An older pair of this name is removed at once, so that no interrupted run leaves one that looks like its result.
+    An older pair of this name stays until then.
     """
 
     def __init__(self, prefix: str, vocab_size: int):
@@ -56,8 +56,7 @@ class IndexedWriter:
         try:
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._stream = HashingFile(open_alone(self._partial_bin))
-            for path in (self._idx, self._bin, self._partial_idx):
-                path.unlink(missing_ok=True)
+            self._partial_idx.unlink(missing_ok=True)
         except OSError as error:
             self.discard()
             raise self._write_error(error) from error
@@ -111,8 +110,12 @@ class IndexedWriter:
             stream.write(numpy.arange(first, min(first + _PART, self.documents + 1), dtype=numpy.int64).data)
 
     def publish(self) -> None:
-        """Give the files their names: first the data, then the index, without which the data are not looked at."""
+        """Give the files their names: first the data, then the index, without which the data are not looked at.
+
+        An older index goes before, so that it never stands beside the new data.
+        """
         try:
+            self._idx.unlink(missing_ok=True)
             os.replace(self._partial_bin, self._bin)
             os.replace(self._partial_idx, self._idx)
             sync_path(self._bin.parent)
@@ -124,21 +127,20 @@ class IndexedWriter:
         """Remove what was written under temporary names; harmless after ``publish``."""
         if self._stream is None:
             return
-        self._partial_bin.unlink(missing_ok=True)
-        self._partial_idx.unlink(missing_ok=True)
-        try:
+        for path in (self._partial_bin, self._partial_idx):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # a full disk; the file is gone anyway
             self._stream.close()
-        except OSError:
-            pass  # a full disk; the file is gone anyway
         self._stream = None
 
     def _write_error(self, error: OSError) -> DataError:
         folder = self._bin.parent
-        free = shutil.disk_usage(folder).free if folder.exists() else 0
+        free = f", {shutil.disk_usage(folder).free} bytes free in {folder}" if folder.exists() else ""
         size = self.tokens * numpy.dtype(self.dtype).itemsize
         return DataError(
             f"output {self._bin}: cannot be written: {error.strerror or error} "
-            f"({size} bytes of tokens so far, {free} bytes free in {folder}); nothing is left of it"
+            f"({size} bytes of tokens so far{free}); nothing is left of it"
         )
 
 

@@ -1,6 +1,5 @@
 """Output files that are there whole or not at all, even if the process is killed or another one writes them, too."""
 
-import errno
 import fcntl
 import json
 import os
@@ -8,10 +7,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict
 
 from megatron_fbt.core.manifest import sync_path
+from megatron_fbt.data.output_lock import NO_LOCKS
 from megatron_fbt.errors import DataError
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems without locks say."""
 
 
 def partial_path(path: Path) -> Path:
@@ -42,7 +39,7 @@ def open_alone(path: Path, wait: bool = False) -> BinaryIO:
             stream.close()
             raise DataError(f"output {path}: another process is writing it; wait for it, or end it") from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 stream.close()
                 raise
             stream.truncate(0)

@@ -3,15 +3,17 @@
 import os
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from megatron_fbt.data.chunks import Chunk, make_chunks
 from megatron_fbt.data.encode import Encoder, EncodeSettings
 from megatron_fbt.data.inputs import InputFile, find_inputs, sort_inputs
+from megatron_fbt.data.output_lock import remove_left_locks
 from megatron_fbt.data.progress import Progress
 from megatron_fbt.data.shard_output import CorpusPlan, PlannedShard, ShardOutput, node_shards, total_skipped
+from megatron_fbt.data.shard_record import why_unknown
 from megatron_fbt.data.worker_pool import encode_all
 from megatron_fbt.errors import ConfigError, DataError
 
@@ -96,9 +98,9 @@ def preprocess(options: PreprocessOptions) -> dict:
         shards; for each key prefix, documents, tokens, bytes, token_type and manifest (None = shards are missing).
 
     Raises:
-        ConfigError: An option cannot work.
-        DataError: Input, tokenizer or output is unusable, a worker died, or no document is left. Then there is nothing
-            of the shard that was in work; complete ones stay.
+        ConfigError: An option cannot work, or what is there was made with other settings.
+        DataError: Input, tokenizer or output is unusable, a worker died, another process writes the same, or no
+            document is left. Then there is nothing new of the shard that was in work, what was there before stays.
     """
     options.validate()
     begin = time.monotonic()
@@ -112,55 +114,96 @@ def preprocess(options: PreprocessOptions) -> dict:
     }
     plan = CorpusPlan(options.prefixes(), options.find_files(), options.shards, tokenizer, made_with)
     mine = node_shards(plan, options.num_nodes, options.node_rank)
-    missing = _missing(plan, mine, options.overwrite)
-    if missing:
-        plan.remove(missing)
-        _make(plan, missing, encoder, options.workers)
+    if not options.overwrite:
+        plan.check_settings()
+    made = _make(plan, _missing(plan, mine, options.overwrite), encoder, options)
     complete = plan.write_manifests()
-    return _report(plan, mine, len(missing), complete, time.monotonic() - begin)
+    return _report(plan, mine, made, complete, time.monotonic() - begin)
 
 
 def _missing(plan: CorpusPlan, shards: Sequence[PlannedShard], overwrite: bool) -> List[PlannedShard]:
     missing = []
     for shard in shards:
-        why = "--overwrite is given" if overwrite else plan.why_incomplete(shard)
+        why = "--overwrite is given" if overwrite else plan.why_incomplete(shard) or why_unknown(shard.inputs)
         if why and any(os.path.exists(f"{prefix}.bin") for prefix in shard.prefixes):
             note(f"output {shard.prefixes[0]}: made anew, because {why}")
         if why:
             missing.append(shard)
+        else:
+            remove_left_locks(shard.prefixes)
     if not missing:
         note(f"output {', '.join(plan.prefixes.values())}: already complete")
     return missing
 
 
-def _make(plan: CorpusPlan, shards: Sequence[PlannedShard], encoder: Encoder, workers: int) -> None:
+def _make(plan: CorpusPlan, shards: Sequence[PlannedShard], encoder: Encoder, options: PreprocessOptions) -> int:
+    """Make shards; the number of those that no other process made meanwhile."""
     output: Optional[ShardOutput] = None
     total = sum(file.size for shard in shards for file in shard.files)
-    done = documents = tokens = 0
-    try:
-        with Progress(total) as progress, closing(encode_all(_chunks(shards, encoder), encoder, workers)) as results:
+    done = documents = tokens = made = 0
+    source = _Shards(plan, shards, encoder, options.overwrite)
+    results = encode_all(source.chunks(), encoder, options.workers)
+    with source, Progress(total) as progress, closing(results):
+        try:
             for shard, chunk, encoded in results:
                 output = output or ShardOutput(plan, shard)
                 if chunk is None:
                     output.complete()
+                    source.release(shard)
                     done += sum(file.size for file in shard.files)
                     documents, tokens, output = documents + output.documents, tokens + output.tokens, None
+                    made += 1
                     continue
                 if encoded.failure:
                     raise DataError(f"input {encoded.failure}")
                 output.add(encoded)
                 progress.update(done + chunk.progress, documents + output.documents, tokens + output.tokens)
-    finally:
-        if output is not None:
-            output.discard()
+        finally:
+            if output is not None:
+                output.discard()
+    if source.refused:
+        raise source.refused
+    return made
 
 
-def _chunks(shards: Sequence[PlannedShard], encoder: Encoder) -> Iterator[Tuple[PlannedShard, Optional[Chunk]]]:
-    """All chunks of each shard, and None after its last one."""
-    for shard in shards:
-        for chunk in make_chunks(shard.files, encoder.settings.input_format, encoder.settings.keys):
-            yield shard, chunk
-        yield shard, None
+class _Shards:
+    """The chunks of shards, each shard locked from the reading of its first one until it is complete.
+
+    Attributes:
+        refused: Why the shards from some one on are not given, as another process has that one.
+    """
+
+    def __init__(self, plan: CorpusPlan, shards: Sequence[PlannedShard], encoder: Encoder, overwrite: bool):
+        self._plan, self._shards, self._settings, self._overwrite = plan, shards, encoder.settings, overwrite
+        self._held: Dict[int, ExitStack] = {}
+        self.refused: Optional[DataError] = None
+
+    def __enter__(self) -> "_Shards":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for held in self._held.values():
+            held.close()
+
+    def release(self, shard: PlannedShard) -> None:
+        """Let others have a shard."""
+        self._held.pop(shard.number).close()
+
+    def chunks(self) -> Iterator[Tuple[PlannedShard, Optional[Chunk]]]:
+        """All chunks of each shard, and None after its last one."""
+        for shard in self._shards:
+            held = self._held[shard.number] = ExitStack()
+            try:
+                held.enter_context(self._plan.locked(shard))
+            except DataError as error:
+                self.refused = error  # told when the shards before it are complete
+                return
+            if not (self._overwrite or self._plan.why_incomplete(shard) or why_unknown(shard.inputs)):
+                self.release(shard)  # another process has made it since
+                continue
+            for chunk in make_chunks(shard.files, self._settings.input_format, self._settings.keys):
+                yield shard, chunk
+            yield shard, None
 
 
 def _report(plan: CorpusPlan, shards: Sequence[PlannedShard], made: int, complete: bool, seconds: float) -> dict:

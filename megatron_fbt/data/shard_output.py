@@ -2,17 +2,20 @@
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
 from megatron_fbt.data.corpus_manifest import ENDINGS, SUFFIX, CorpusManifest, Shard, read_manifest, write_manifest
 from megatron_fbt.data.encode import Encoded, token_dtype
 from megatron_fbt.data.indexed import IndexedWriter
 from megatron_fbt.data.inputs import EMPTY_TEXT, InputFile
 from megatron_fbt.data.output_files import partial_path
+from megatron_fbt.data.output_lock import locked
 from megatron_fbt.data.shard_record import (
     ShardRecord,
+    changed_settings,
     describe_inputs,
     group_inputs,
     read_record,
@@ -21,7 +24,7 @@ from megatron_fbt.data.shard_record import (
     write_record,
 )
 from megatron_fbt.data.tokenizer import Tokenizer
-from megatron_fbt.errors import DataError
+from megatron_fbt.errors import ConfigError, DataError
 
 
 def shard_prefix(prefix: str, number: int, count: int) -> str:
@@ -103,14 +106,40 @@ class CorpusPlan:
         dtype = token_dtype(tokenizer.vocab_size).__name__
         return CorpusManifest(path, key, identity, tokenizer.vocab_size, tokenizer.eod, dtype, tuple(shards))
 
-    def remove(self, shards: Sequence[PlannedShard]) -> None:
-        """Remove what there is of shards, records first, and the manifests that would name them."""
+    def locked(self, shard: PlannedShard) -> ContextManager[None]:
+        """Hold a shard, of all keys.
+
+        Raises:
+            DataError: Another process has it.
+        """
+        return locked(*shard.prefixes)
+
+    def remove_manifests(self) -> None:
+        """Remove the manifests, before a shard that they name is replaced."""
+        for key in self.prefixes:
+            Path(self.manifest_path(key)).unlink(missing_ok=True)
+
+    def check_settings(self) -> None:
+        """Refuse to replace what is there with what other settings give.
+
+        Raises:
+            ConfigError: A shard's record tells of other settings; it names them and the remedy.
+        """
+        for shard in self.shards:
+            for prefix in shard.prefixes:
+                if why := changed_settings(prefix, self.settings):
+                    raise ConfigError(
+                        f"--output: {prefix} is there and was made with other settings: {why}; give another prefix, "
+                        "or --overwrite to replace it"
+                    )
+
+    def _remove_all(self) -> None:
         try:
-            for shard in shards:
-                for prefix in shard.prefixes:
-                    remove_pair(prefix)
-            for key in self.prefixes:
-                Path(self.manifest_path(key)).unlink(missing_ok=True)
+            self.remove_manifests()
+            for shard in self.shards:
+                with self.locked(shard):
+                    for prefix in shard.prefixes:
+                        remove_pair(prefix)
         except OSError as error:
             raise DataError(f"output {error.filename}: cannot be removed: {error.strerror}") from error
 
@@ -137,7 +166,7 @@ class CorpusPlan:
             shards = [records[i].corpus.shards[0] for records in made]
             manifest = self.corpus(key, self.manifest_path(key), shards)
             if manifest.documents == 0:
-                self.remove(self.shards)
+                self._remove_all()
                 raise self.no_documents(key, manifest.skipped)
             if not _is_written(manifest):
                 try:
@@ -172,6 +201,7 @@ class ShardOutput:
         self.blank = [0] * len(shard.prefixes)
         self.skipped: Counter = Counter()
         self.writers: List[IndexedWriter] = []
+        self._replaces = False
         try:
             for prefix in shard.prefixes:
                 self.writers.append(IndexedWriter(prefix, plan.tokenizer.vocab_size))
@@ -198,14 +228,23 @@ class ShardOutput:
     def complete(self) -> List[ShardRecord]:
         """Bring everything to the disk, give the files their names, and write the records last.
 
+        Only here an older shard goes, its record first.
+
         Raises:
-            DataError: The only shard has no document, or a file cannot be written; then nothing is left.
+            DataError: The only shard has no document, or a file cannot be written.
         """
         for key, i in zip(self.plan.prefixes, range(len(self.writers)), strict=True):
             if len(self.plan.shards) == 1 and self.writers[i].documents == 0:
                 raise self.plan.no_documents(key, self._skipped(i))
         for writer in self.writers:
             writer.finish()
+        self._replaces = True
+        try:
+            self.plan.remove_manifests()
+            for prefix in self.shard.prefixes:
+                record_path(prefix).unlink(missing_ok=True)
+        except OSError as error:
+            raise DataError(f"output {error.filename}: cannot be replaced: {error.strerror}") from error
         for writer in self.writers:
             writer.publish()
         return [self._write_record(key, i) for i, key in enumerate(self.plan.prefixes)]
@@ -228,11 +267,12 @@ class ShardOutput:
         return dict(sorted({**self.skipped, **blank}.items()))
 
     def discard(self) -> None:
-        """Remove all that there is of the shard."""
+        """Remove what there is of the new shard; an older one stays unless some of it was replaced."""
         for writer in self.writers:
             writer.discard()
-        for prefix in self.shard.prefixes[: len(self.writers)]:
-            remove_pair(prefix)
+        for prefix in self.shard.prefixes if self._replaces else ():
+            with suppress(OSError):  # the error that ended the shard is what is told
+                remove_pair(prefix)
 
 
 def node_shards(plan: CorpusPlan, num_nodes: int, node_rank: int) -> List[PlannedShard]:

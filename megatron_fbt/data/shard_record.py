@@ -90,6 +90,18 @@ def write_record(record: ShardRecord) -> None:
     write_json(record.corpus.path, {**content, "settings": record.settings, "inputs": record.inputs})
 
 
+def changed_settings(prefix: str, settings: Dict[str, Any]) -> str:
+    """Which settings of a pair that has a record are other ones, with both values; empty if none are."""
+    try:
+        before = read_record(prefix).settings if record_path(prefix).exists() else settings
+    except DataError:
+        return ""
+    names = [name for name, value in settings.items() if before.get(name) != value]
+    if "merged" in before and names:
+        return "it is the output of a merge"
+    return "; ".join(f"{name} was {_short(before.get(name))} and is {_short(settings[name])}" for name in names)
+
+
 def why_incomplete(prefix: str, settings: Dict[str, Any], inputs: Dict[str, Any]) -> str:
     """Why a pair of files is not what these settings and inputs would give; empty if it is.
 
@@ -101,9 +113,8 @@ def why_incomplete(prefix: str, settings: Dict[str, Any], inputs: Dict[str, Any]
         record = read_record(prefix)
     except DataError as error:
         return str(error)
-    for name, value in settings.items():
-        if record.settings.get(name) != value:
-            return f"{name} was {_short(record.settings.get(name))} and is {_short(value)}"
+    if changed := changed_settings(prefix, settings):
+        return changed
     if record.inputs != inputs:
         return _input_change(record.inputs, inputs)
     for ending, entry in record.corpus.shards[0].files.items():
@@ -111,9 +122,12 @@ def why_incomplete(prefix: str, settings: Dict[str, Any], inputs: Dict[str, Any]
         size = os.path.getsize(path) if os.path.isfile(path) else None
         if size != entry.size:
             return f"{path} has {size} bytes instead of {entry.size}" if size is not None else f"{path} is missing"
-    if any(file[2] < 0 for file in inputs.get("list", [])):
-        return "its input is a pipe"
     return ""
+
+
+def why_unknown(inputs: Dict[str, Any]) -> str:
+    """Why nothing tells whether input is what it was before; empty if it can be told."""
+    return "its input is a pipe" if any(file[2] < 0 for file in inputs.get("list", [])) else ""
 
 
 def _short(value: Any) -> str:

@@ -310,6 +310,26 @@ def test_a_killed_process_ends_the_command_and_the_next_run_starts_clean(tmp_pat
     assert outputs(tmp_path) == ["x.bin", "x.idx"] and len(documents(tmp_path / "x", model)[0]) == 1
 
 
+def test_the_same_command_twice_at_once_is_refused_and_the_first_one_finishes(tmp_path, model, capsys):
+    pipe, line = endless_input(tmp_path), json.dumps({"text": TEXTS[0] * 300}).encode() + b"\n"
+    args = ("--input", pipe, "--output", tmp_path / "x", "--tokenizer_path", model)
+    process = start(*args)
+    with open(pipe, "wb", buffering=0) as stream:
+        for _ in range(600):  # some blocks of input
+            stream.write(line)
+        while not (tmp_path / "x.bin.partial").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        other = jsonl(tmp_path / "other.jsonl", [{"text": "other"}])
+        for overwrite in ((), ("--overwrite",)):
+            assert run("preprocess_data", "--input", other, *args[2:], *overwrite) == 3
+            assert f"another process ({process.pid} on " in capsys.readouterr().err
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert "documents: 600\n" in out and len(documents(tmp_path / "x", model)[0]) == 600
+    assert (tmp_path / "x.manifest.json").exists() and not (tmp_path / "x.lock").exists()
+
+
 def test_the_command_works_in_the_c_locale_and_prints_its_report(tmp_path, model):
     folder = tmp_path / "f\u00f6lder"
     folder.mkdir()

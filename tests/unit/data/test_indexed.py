@@ -125,11 +125,12 @@ def test_a_pair_without_tokens_is_refused(tmp_path):
         check_indexed(str(tmp_path / "none"))
 
 
-def test_nothing_has_its_name_before_the_end_and_old_pairs_go_first(prefix, tmp_path):
+def test_nothing_has_its_name_before_the_end_and_an_old_pair_lives_until_then(prefix, tmp_path):
+    old = [(tmp_path / f"good{ending}").read_bytes() for ending in (".bin", ".idx")]
     writer = IndexedWriter(prefix, 1000)
     writer.add(numpy.array([1, 2]), numpy.array([2]))
     writer.finish()
-    assert not (tmp_path / "good.bin").exists() and not (tmp_path / "good.idx").exists()
+    assert [(tmp_path / f"good{ending}").read_bytes() for ending in (".bin", ".idx")] == old
     writer.publish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.bin", "good.idx"]
     data = IndexedDataset(prefix)  # its rows are views that die with it
@@ -206,7 +207,8 @@ def test_two_writers_of_one_pair_do_not_mix(tmp_path):
     first.publish()
     second = IndexedWriter(str(tmp_path / "x"), 1000)
     second.discard()
-    assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert numpy.fromfile(tmp_path / "x.bin", dtype=numpy.uint16).tolist() == [5, 6]
 
 
 def test_lengths_that_are_not_those_of_the_ids_are_refused(tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 
 import numpy
 import pyarrow
@@ -16,6 +17,7 @@ from megatron_fbt.data.corpus_manifest import read_manifest
 from megatron_fbt.data.encode import EncodeSettings
 from megatron_fbt.data.indexed import open_indexed
 from megatron_fbt.data.inputs import InputFile
+from megatron_fbt.data.output_lock import locked
 from megatron_fbt.data.preprocess import PreprocessOptions, preprocess
 from megatron_fbt.data.shard_record import group_inputs
 from megatron_fbt.errors import ConfigError, DataError
@@ -123,8 +125,6 @@ def test_a_second_call_keeps_what_is_complete_and_makes_the_rest(tokenizers, tmp
     [
         ("input", 1, "part-1.jsonl has changed"),
         ("new input", 2, "part-[0-9].jsonl is new in it"),
-        ("policy", 2, "skip_bad_lines was false and is true"),
-        ("tokenizer", 2, "tokenizer was"),
         ("overwrite", 2, "--overwrite is given"),
         ("record", 1, "record .*x-00001-of-00002.shard.json: cannot be read"),
     ],
@@ -141,9 +141,7 @@ def test_what_has_changed_is_made_anew_and_the_reason_told(tokenizers, tmp_path,
     elif change == "record":
         (tmp_path / "x-00001-of-00002.shard.json").write_text("{")
     else:
-        more |= {"policy": {"skip": True}, "tokenizer": {"kind": "sentencepiece"}, "overwrite": {"overwrite": True}}[
-            change
-        ]
+        more |= {"overwrite": True}
     given = options(tokenizers, tmp_path / "in", tmp_path / "x", **more)
     report = preprocess(given)
     error = capsys.readouterr().err
@@ -152,6 +150,68 @@ def test_what_has_changed_is_made_anew_and_the_reason_told(tokenizers, tmp_path,
     preprocess(fresh)
     expected = contents(tmp_path / "fresh")
     assert {name: (tmp_path / name).read_bytes() for name in expected} == expected
+
+
+SETTINGS = {
+    "policy": ({"skip": True}, "skip_bad_lines was false and is true"),
+    "tokenizer": ({"kind": "sentencepiece"}, "tokenizer was .*; vocab_size was 602 and is 1000"),
+    "key": ({"keys": ("txet",)}, r'json_keys was \["text"\] and is \["txet"\]'),
+    "format": ({"form": "files"}, 'input_format was "jsonl" and is "files"'),
+}
+
+
+@pytest.mark.parametrize("change", SETTINGS)
+def test_other_settings_do_not_replace_what_is_there_unless_told_to(tokenizers, tmp_path, change):
+    five_files(tmp_path / "in")
+    preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=3))
+    before = contents(tmp_path / "out")
+    more, why = SETTINGS[change]
+    given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=3, **more)
+    with pytest.raises(ConfigError, match=f"x-00000-of-00003 is there .*{why}.*--overwrite"):
+        preprocess(given)
+    assert contents(tmp_path / "out") == before
+    anew = replace(given, overwrite=True)
+    if change == "key":  # which the input does not have: nothing is lost to a bad line either
+        with pytest.raises(DataError, match="line 1: .*key_missing"):
+            preprocess(anew)
+        assert contents(tmp_path / "out") == before
+        return
+    assert preprocess(anew)["shards"]["made"] == 3
+    preprocess(options(tokenizers, tmp_path / "in", tmp_path / "fresh" / "x", shards=3, **more))
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_shard_lives_until_the_one_of_changed_input_is_ready(tokenizers, tmp_path):
+    five_files(tmp_path / "in")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=2)
+    preprocess(given)
+    before = contents(tmp_path / "out")
+    good = (tmp_path / "in" / "part-4.jsonl").read_bytes()
+    (tmp_path / "in" / "part-4.jsonl").write_bytes(good + b"42\n")
+    with pytest.raises(DataError, match="part-4.jsonl, line 20"):
+        preprocess(given)
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "in" / "part-4.jsonl").write_bytes(good + b'{"text": "more"}\n')
+    assert preprocess(given)["shards"] == {"made": 1, "kept": 1, "of": 2}
+    assert read_manifest(tmp_path / "out" / "x.manifest.json").documents == 55 + 1
+
+
+def test_an_output_that_another_process_writes_is_left_alone(tokenizers, tmp_path):
+    five_files(tmp_path / "in")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=5)
+    with locked(str(tmp_path / "out" / "x-00000-of-00005")):
+        (tmp_path / "out" / "x-00000-of-00005.bin.partial").write_bytes(b"its work")
+        before = contents(tmp_path / "out")
+        with pytest.raises(DataError, match=rf"x-00000-of-00005: another process \({os.getpid()} on .*is writing it"):
+            preprocess(replace(given, overwrite=True))
+        assert contents(tmp_path / "out") == before
+    with locked(str(tmp_path / "out" / "x-00002-of-00005")), pytest.raises(DataError, match="00002-of-00005: another"):
+        preprocess(given)
+    complete = sorted(path.name for path in (tmp_path / "out").glob("*.shard.json"))
+    assert complete == ["x-00000-of-00005.shard.json", "x-00001-of-00005.shard.json"]
+    (tmp_path / "out" / "x-00001-of-00005.lock").write_bytes(b"of a killed process")
+    assert preprocess(given)["shards"] == {"made": 3, "kept": 2, "of": 5}
+    assert not [path.name for path in (tmp_path / "out").iterdir() if path.suffix in (".lock", ".partial")]
 
 
 def test_a_bad_line_ends_its_shard_and_leaves_the_complete_ones(tokenizers, tmp_path):
