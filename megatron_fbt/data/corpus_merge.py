@@ -5,15 +5,19 @@ import hashlib
 import json
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy
 
+from megatron_fbt.core.manifest import FileEntry, hash_file
 from megatron_fbt.data.corpus_check import read_corpus
-from megatron_fbt.data.corpus_manifest import SUFFIX, CorpusManifest, Shard, write_manifest
+from megatron_fbt.data.corpus_manifest import ENDINGS, SUFFIX, CorpusManifest, Shard, write_manifest
 from megatron_fbt.data.document_reader import DocumentReader
-from megatron_fbt.data.indexed import IndexedWriter, check_indexed
+from megatron_fbt.data.indexed import IndexedWriter, check_ids, check_indexed
+from megatron_fbt.data.output_files import check_prefix
+from megatron_fbt.data.output_lock import locked
 from megatron_fbt.data.shard_output import remove_pair, shard_prefix
 from megatron_fbt.data.shard_record import ShardRecord, record_path, write_record
 from megatron_fbt.data.tool import print_report, run_tool
@@ -45,35 +49,50 @@ def merge(paths: Sequence[str], output: str, shards: int = 1, overwrite: bool = 
     corpora = [read_corpus(path) for path in paths]
     _check_fit(corpora)
     sources = [shard for corpus in corpora for shard in corpus.shards if shard.documents]
+    check_prefix(output)
     output = os.path.abspath(output)
     prefixes = [shard_prefix(output, number, shards) for number in range(shards)]
-    _check_output(output, prefixes, sources, overwrite)
     documents = sum(shard.documents for shard in sources)
     if not 1 <= shards <= documents:
         raise ConfigError(f"--shards is {shards}: it must be from 1 to the number of documents, {documents}")
-    manifest_path = f"{output}{SUFFIX}"
+    _check_output(output, prefixes, corpora, overwrite)
+    with locked(output):
+        for prefix in prefixes:
+            if prefix != output:
+                with locked(prefix):  # whoever writes one of them is met before any is removed
+                    pass
+        manifest = _make(corpora, sources, output, prefixes)
+    return {
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        "bytes": manifest.bytes,
+        "shards": len(manifest.shards),
+        "manifest": manifest.path,
+    }
+
+
+def _make(
+    corpora: Sequence[CorpusManifest], sources: Sequence[Shard], output: str, prefixes: Sequence[str]
+) -> CorpusManifest:
+    """Write all shards, their records and the manifest, or leave nothing."""
+    manifest_path = Path(f"{output}{SUFFIX}")
     try:
-        Path(manifest_path).unlink(missing_ok=True)
+        manifest_path.unlink(missing_ok=True)
         for prefix in prefixes:
             remove_pair(prefix)
         made = _write(corpora, sources, prefixes)
-        manifest = _corpus(corpora, manifest_path, made)
+        manifest = _corpus(corpora, str(manifest_path), made)
         for shard in made:
             write_record(_record(corpora, sources, shard))
         write_manifest(manifest)
     except BaseException as error:
         for prefix in prefixes:
-            remove_pair(prefix)
+            with suppress(OSError):  # the first error is what is told
+                remove_pair(prefix)
         if isinstance(error, OSError):
             raise DataError(f"output {output}: cannot be written: {error.strerror}; nothing is left of it") from error
         raise
-    return {
-        "documents": manifest.documents,
-        "tokens": manifest.tokens,
-        "bytes": manifest.bytes,
-        "shards": len(made),
-        "manifest": manifest_path,
-    }
+    return manifest
 
 
 def _check_fit(corpora: Sequence[CorpusManifest]) -> None:
@@ -85,22 +104,38 @@ def _check_fit(corpora: Sequence[CorpusManifest]) -> None:
                     f"{corpus.path} and {first.path} cannot be merged: {name} is {getattr(corpus, name)} in the one "
                     f"and {getattr(first, name)} in the other; preprocess both with the same tokenizer"
                 )
-    prefixes = Counter(shard.prefix for corpus in corpora for shard in corpus.shards)
-    twice = [prefix for prefix, count in prefixes.items() if count > 1]
-    if twice:
-        raise DataError(f"data set {twice[0]}: it is named more than once; name every corpus once")
+    seen: Dict[Any, str] = {}
+    for shard in (shard for corpus in corpora for shard in corpus.shards):
+        known = seen.setdefault(_identity(f"{shard.prefix}.bin"), shard.prefix)
+        if known is not shard.prefix:
+            also = "" if known == shard.prefix else f" (as {known}, too)"
+            raise DataError(f"data set {shard.prefix}: it is named more than once{also}; name every corpus once")
 
 
-def _check_output(output: str, prefixes: Sequence[str], sources: Sequence[Shard], overwrite: bool) -> None:
-    if not os.path.basename(output):
-        raise ConfigError(f"--output is '{output}': it must be the prefix of file names, such as data/all")
-    same = {shard.prefix for shard in sources} & set(prefixes)
-    if same:
-        raise ConfigError(f"--output: {same.pop()} is one of the corpora to merge; give another prefix")
-    there = [f"{output}{SUFFIX}", *(f"{prefix}.bin" for prefix in prefixes)]
-    found = [path for path in there if os.path.exists(path)]
+def _identity(path: str) -> Any:
+    """What tells whether two paths are one file, whatever links lead to it."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return os.path.realpath(path)
+    return facts.st_dev, facts.st_ino
+
+
+def _check_output(output: str, prefixes: Sequence[str], corpora: Sequence[CorpusManifest], overwrite: bool) -> None:
+    read = {}
+    for corpus in corpora:
+        read[_identity(corpus.path)] = corpus.path
+        for shard in corpus.shards:
+            for path in (*(f"{shard.prefix}{ending}" for ending in ENDINGS), str(record_path(shard.prefix))):
+                read[_identity(path)] = shard.prefix
+    there = [f"{output}{SUFFIX}"]
+    there += [path for p in prefixes for path in (*(f"{p}{ending}" for ending in ENDINGS), str(record_path(p)))]
+    found = [path for path in there if os.path.lexists(path)]
     if found and not overwrite:
         raise ConfigError(f"--output: {found[0]} is there already; give another prefix, or --overwrite")
+    for path in there:
+        if source := read.get(_identity(path)):
+            raise ConfigError(f"--output: {path} is of {source}, which is one of the corpora to merge; give another")
 
 
 def _corpus(corpora: Sequence[CorpusManifest], path: str, shards: Sequence[Shard]) -> CorpusManifest:
@@ -133,7 +168,7 @@ def _write(corpora: Sequence[CorpusManifest], sources: Sequence[Shard], prefixes
     done = 0
     writer: Optional[IndexedWriter] = None
     try:
-        for ids, lengths, last in _pieces(sources, tokens, len(prefixes)):
+        for ids, lengths, last in _pieces(sources, tokens, len(prefixes), corpora[0].vocab_size):
             writer = writer or IndexedWriter(prefixes[len(made)], corpora[0].vocab_size)
             writer.add(ids, lengths)
             if not last:
@@ -151,10 +186,13 @@ def _write(corpora: Sequence[CorpusManifest], sources: Sequence[Shard], prefixes
     return made
 
 
-def _pieces(sources: Sequence[Shard], tokens: int, shards: int) -> Iterator[Tuple[numpy.ndarray, numpy.ndarray, bool]]:
+def _pieces(
+    sources: Sequence[Shard], tokens: int, shards: int, vocab_size: int
+) -> Iterator[Tuple[numpy.ndarray, numpy.ndarray, bool]]:
     """Documents of all sources: ids [tokens], lengths [documents], and whether they end a shard."""
     shard, done, left = 1, 0, sum(source.documents for source in sources)
     for source in sources:
+        _check_hash(f"{source.prefix}.idx", hash_file(f"{source.prefix}.idx"), source.files[".idx"])
         check_indexed(source.prefix)
         reader = DocumentReader(source.prefix)
         for begin, ids, ends in reader.pieces():
@@ -168,15 +206,19 @@ def _pieces(sources: Sequence[Shard], tokens: int, shards: int) -> Iterator[Tupl
                 size = int(lengths[:count].sum())
                 left, done = left - count, done + size
                 last = count == spare or done >= -(-tokens * shard // shards)
+                check_ids(ids[:size], vocab_size, f"{source.prefix}.bin")
                 yield ids[:size], lengths[:count], last
                 ids, lengths = ids[size:], lengths[count:]
                 shard += last
-        found = reader.finish()
-        if found != source.files[".bin"]:
-            raise DataError(
-                f"data set {source.prefix}.bin: it is not what was written (its hash is {found.digest}, not "
-                f"{source.files['.bin'].digest}); it is damaged, preprocess again"
-            )
+        _check_hash(f"{source.prefix}.bin", reader.finish(), source.files[".bin"])
+
+
+def _check_hash(path: str, found: FileEntry, written: FileEntry) -> None:
+    if found != written:
+        raise DataError(
+            f"data set {path}: it is not what was written (its hash is {found.digest}, not {written.digest}); it is "
+            "damaged, preprocess again"
+        )
 
 
 def main(argv: Sequence[str]) -> int:

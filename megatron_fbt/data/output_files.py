@@ -8,7 +8,23 @@ from typing import Any, BinaryIO, Dict
 
 from megatron_fbt.core.manifest import sync_path
 from megatron_fbt.data.output_lock import NO_LOCKS
-from megatron_fbt.errors import DataError
+from megatron_fbt.errors import ConfigError, DataError
+
+_NAME_BYTES = 255 - len("-00000-of-00000.manifest.json.partial")
+"""Bytes of a prefix's name that leave room for all that is added to it."""
+
+
+def check_prefix(output: str) -> None:
+    """Refuse what is no prefix of file names.
+
+    Raises:
+        ConfigError: It names no file, or is too long.
+    """
+    name = os.path.basename(output)
+    if name in ("", ".", ".."):
+        raise ConfigError(f"--output is '{output}': it must be the prefix of file names, such as data/train")
+    if len(os.fsencode(name)) > _NAME_BYTES:
+        raise ConfigError(f"--output: the name {name} has more than {_NAME_BYTES} bytes; give a shorter one")
 
 
 def partial_path(path: Path) -> Path:

@@ -14,6 +14,7 @@ from megatron_fbt.data.corpus_manifest import read_manifest
 from megatron_fbt.data.corpus_merge import merge
 from megatron_fbt.data.encode import EncodeSettings
 from megatron_fbt.data.indexed import open_indexed
+from megatron_fbt.data.output_lock import locked
 from megatron_fbt.data.preprocess import PreprocessOptions, preprocess
 from megatron_fbt.errors import ConfigError, DataError
 
@@ -201,8 +202,55 @@ def test_a_merge_neither_replaces_nor_reads_its_own_output(web, tmp_path):
     assert read_manifest(tmp_path / "all.manifest.json").documents == read_manifest(web).shards[0].documents
 
 
-def test_a_damaged_source_leaves_no_output(web, tmp_path):
-    flip(read_manifest(web).prefixes[1], ".bin", 0)
-    with pytest.raises(DataError, match=r"-00001-of-00002\.bin: it is not what was written"):
+def test_links_and_a_manifest_of_the_same_name_do_not_destroy_the_input(web, tmp_path):
+    os.symlink(web.parent, tmp_path / "link")
+    before = {path.name: path.read_bytes() for path in web.parent.glob("web*")}
+    prefix, linked = str(web.parent / "web"), str(tmp_path / "link" / "web")
+    with pytest.raises(ConfigError, match="is one of the corpora"):  # its shards have other names than the output
+        merge([str(web)], linked, overwrite=True)
+    for source, output in ((prefix, linked), (linked, prefix)):
+        with pytest.raises(ConfigError, match="is one of the corpora"):
+            merge([f"{source}-00000-of-00002"], f"{output}-00000-of-00002", overwrite=True)
+        with pytest.raises(DataError, match="named more than once"):
+            merge([f"{prefix}-00000-of-00002", f"{linked}-00000-of-00002"], str(tmp_path / "all"))
+    assert {path.name: path.read_bytes() for path in web.parent.glob("web*")} == before
+
+
+@pytest.mark.parametrize("output", [".", "folder/", "folder/.."])
+def test_a_folder_is_no_prefix_of_a_merge(web, tmp_path, output, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="must be the prefix of file names"):
+        merge([str(web)], output)
+
+
+def test_a_merge_leaves_an_output_alone_that_another_process_writes(web, tmp_path):
+    merge([str(web)], str(tmp_path / "all"), 2)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("all*")}
+    with locked(str(tmp_path / "all-00001-of-00002")), pytest.raises(DataError, match="another process .* writing it"):
+        merge([str(web)], str(tmp_path / "all"), 2, overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("all*")} == before
+
+
+def test_a_disk_that_refuses_everything_is_exit_code_3(web, tmp_path, monkeypatch, capsys):
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("megatron_fbt.data.corpus_merge.remove_pair", read_only)
+    assert corpus_merge.main([str(web), "--output", str(tmp_path / "all")]) == 3
+    assert "all: cannot be written: Read-only file system" in capsys.readouterr().err
+
+
+def test_an_id_beyond_the_vocabulary_is_told_with_its_file(web, tmp_path):
+    prefix = read_manifest(web).prefixes[1]
+    rewrite(prefix, set_at(3, 60_000))
+    with pytest.raises(DataError, match=rf"{prefix}\.bin: token id 60000"):
+        merge([str(web)], str(tmp_path / "all"))
+
+
+@pytest.mark.parametrize("ending, place", [(".bin", 0), (".idx", -1)])
+def test_a_damaged_source_leaves_no_output(web, tmp_path, ending, place):
+    flip(read_manifest(web).prefixes[1], ending, place)
+    with pytest.raises(DataError, match=rf"-00001-of-00002\{ending}: it is not what was written"):
         merge([str(web)], str(tmp_path / "out" / "all"), 2)
     assert not list((tmp_path / "out").iterdir())
