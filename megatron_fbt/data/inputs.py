@@ -11,7 +11,7 @@ import os
 import stat
 import zlib
 from dataclasses import dataclass
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Iterator, List, NoReturn, Optional, Sequence, Tuple, TypeVar
 
 from megatron_fbt.errors import ConfigError, DataError
 
@@ -59,6 +59,7 @@ def find_inputs(
     suffixes: Sequence[str] = (),
     exclude: Sequence[str] = (),
     parquet: bool = False,
+    left_out: Optional[List[str]] = None,
 ) -> List[InputFile]:
     """The files to read: those named or matched, and those inside such folders; hidden ones are left out.
 
@@ -70,16 +71,20 @@ def find_inputs(
             every file for ``files``.
         exclude: Names of folders and files to leave out, e.g. ``site-packages``.
         parquet: Take .parquet files from folders, too, where no suffixes are given.
+        left_out: Gets a line for each link in a folder that is not followed.
 
     Raises:
-        DataError: A path does not exist or nothing was found.
+        DataError: A path does not exist, a folder cannot be read, or nothing was found.
     """
     records = JSONL_SUFFIXES + ((PARQUET_SUFFIX,) if parquet else ())
     endings = tuple(suffixes) or (records if input_format == "jsonl" else ())
     found = []
     for path in paths:
         for match in _matches(str(path)):
-            found += _walk(match, endings, frozenset(exclude)) if os.path.isdir(match) else [match]
+            if os.path.isdir(match):
+                found += _walk(match, endings, frozenset(exclude), [] if left_out is None else left_out)
+            else:
+                found.append(match)
     if not found:
         wanted = ", ".join(endings) if endings else "any name"
         raise DataError(f"input {', '.join(map(str, paths))}: no file to read was found (looked for {wanted})")
@@ -92,10 +97,24 @@ def _matches(path: str) -> List[str]:
         return [path]
     if not glob.has_magic(path):
         raise DataError(f"input {path}: no such file or folder")
+    _check_folders(path)
     found = sorted(glob.glob(path, recursive=True), key=_by_parts)
     if not found:
         raise DataError(f"input {path}: no file or folder matches this pattern")
     return found
+
+
+def _check_folders(pattern: str) -> None:
+    """Raise DataError for a folder that cannot be read, which a pattern would leave out."""
+    parts = pattern.split(os.sep)
+    for i, part in enumerate(parts):
+        above = os.sep.join(parts[:i]) or (os.sep if i else os.curdir)
+        for folder in glob.glob(above, recursive=True) if glob.has_magic(part) else ():
+            next(os.walk(folder, onerror=_unreadable) if os.path.isdir(folder) else iter(()), None)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise DataError(f"input {error.filename}: cannot be read: {error.strerror}") from error
 
 
 def _by_parts(path: str) -> List[str]:
@@ -106,34 +125,38 @@ def _input_file(path: str) -> InputFile:
     try:
         facts = os.stat(path)
     except OSError as error:
-        raise DataError(f"input {path}: cannot be read: {error.strerror}") from error
+        _unreadable(error)
     return InputFile(path, facts.st_size, facts.st_mtime_ns if stat.S_ISREG(facts.st_mode) else -1)
 
 
 def sort_inputs(files: Sequence[InputFile]) -> Tuple[List[InputFile], List[str]]:
-    """Files in the order of their paths, each once, whatever the order and overlap of what named them.
+    """Files in the order of their paths, each once, whatever the order, overlap and links of what named them.
 
     Returns:
         The files, and the paths of those that were named more than once.
     """
     by_path, repeated = {}, set()
-    for file in files:
-        known = by_path.setdefault(os.path.abspath(file.path), file)
+    for file in sorted(files, key=lambda file: _by_parts(os.path.abspath(file.path))):
+        known = by_path.setdefault(os.path.realpath(file.path), file)
         if known is not file:
             repeated.add(known.path)
-    return [by_path[path] for path in sorted(by_path, key=_by_parts)], sorted(repeated)
+    return list(by_path.values()), sorted(repeated)
 
 
-def _walk(folder: str, endings: Tuple[str, ...], exclude: frozenset) -> List[str]:
+def _walk(folder: str, endings: Tuple[str, ...], exclude: frozenset, left_out: List[str]) -> List[str]:
     found = []
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in exclude)
+        links = (os.path.join(root, name) for name in folders if os.path.islink(os.path.join(root, name)))
+        left_out += [f"{path}: left out, because it is a link to a folder; name it, too, to read it" for path in links]
         for name in sorted(names):
             path = os.path.join(root, name)
-            if name.startswith(".") or name in exclude or not os.path.isfile(path):
+            if name.startswith(".") or name in exclude or (endings and not name.endswith(endings)):
                 continue
-            if not endings or name.endswith(endings):
+            if os.path.isfile(path):
                 found.append(path)
+            else:
+                left_out.append(f"{path}: left out, because it is no file, or a link to nothing")
     return sorted(found, key=_by_parts)
 
 
@@ -281,7 +304,7 @@ def parse_object(line: bytes) -> dict:
     if line.startswith(b"\xef\xbb\xbf"):
         raise BadRecord("byte_order_mark", "the line begins with a byte-order mark; save the file as UTF-8 without one")
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = _load(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRecord("invalid_utf8", f"not UTF-8: {error.reason} at byte {error.start + 1} of the line") from error
     except (ValueError, RecursionError) as error:
@@ -293,6 +316,13 @@ def parse_object(line: bytes) -> dict:
     if not isinstance(record, dict):
         raise BadRecord("not_an_object", f"the line holds a JSON {type(record).__name__}, not an object")
     return record
+
+
+def _load(text: str):
+    try:
+        return json.loads(text)
+    except ValueError:  # perhaps an integer of more digits than Python converts
+        return json.loads(text, parse_int=float)
 
 
 def _text_under(record: dict, key: str) -> Optional[str]:
@@ -333,7 +363,7 @@ def read_text_file(path: str) -> Optional[str]:
         BadRecord: It is not UTF-8 text.
         DataError: It cannot be read.
     """
-    content = b"".join(block for block, _ in read_blocks(InputFile(path, os.path.getsize(path))))
+    content = b"".join(block for block, _ in read_blocks(_input_file(path)))
     try:
         return check_text(content.decode("utf-8"))
     except UnicodeDecodeError as error:

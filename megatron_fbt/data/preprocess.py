@@ -1,6 +1,7 @@
 """Raw text into Megatron's indexed data sets, with several processes and the same output for any number of them."""
 
 import os
+import re
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -10,12 +11,16 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 from megatron_fbt.data.chunks import Chunk, make_chunks
 from megatron_fbt.data.encode import Encoder, EncodeSettings
 from megatron_fbt.data.inputs import InputFile, find_inputs, sort_inputs
+from megatron_fbt.data.output_files import check_prefix
 from megatron_fbt.data.output_lock import remove_left_locks
 from megatron_fbt.data.progress import Progress
 from megatron_fbt.data.shard_output import CorpusPlan, PlannedShard, ShardOutput, node_shards, total_skipped
 from megatron_fbt.data.shard_record import why_unknown
 from megatron_fbt.data.worker_pool import encode_all
 from megatron_fbt.errors import ConfigError, DataError
+
+_WRITTEN = r"\.(bin|idx|shard\.json|manifest\.json|lock)(\.partial)?"
+"""Endings of the files that the command writes."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,18 @@ class PreprocessOptions:
             )
         if not keys or len(set(keys)) != len(keys) or any(not key or "/" in key for key in keys):
             raise ConfigError(f"--json_key is {list(keys)}: name each key once; keys name files, so no '/'")
-        if not os.path.basename(self.output):
-            raise ConfigError(f"--output is '{self.output}': it must be the prefix of file names, such as data/train")
+        for prefix in self.prefixes().values():
+            check_prefix(prefix)
 
     def find_files(self) -> List[InputFile]:
         """All input files, sorted, each once."""
-        found = find_inputs(self.inputs, self.encode.input_format, self.suffixes, self.exclude, parquet=True)
-        files, repeated = sort_inputs(found)
+        left_out: List[str] = []
+        found = find_inputs(self.inputs, self.encode.input_format, self.suffixes, self.exclude, True, left_out)
+        for line in left_out:
+            note(f"input {line}")
+        files, repeated = sort_inputs([file for file in found if not self._is_output(file.path)])
+        if not files:
+            raise DataError(f"input {', '.join(map(str, self.inputs))}: it holds nothing but this command's output")
         for path in repeated:
             note(f"input {path}: named more than once, read once")
         if len(files) < self.shards:
@@ -81,6 +91,14 @@ class PreprocessOptions:
                 f"give at most {len(files)}"
             )
         return files
+
+    def _is_output(self, path: str) -> bool:
+        """Whether a file is what this command writes, with any number of shards."""
+        for prefix in self.prefixes().values():
+            pattern = re.escape(os.path.realpath(prefix)) + r"(-\d{5,}-of-\d{5,})?" + _WRITTEN
+            if re.fullmatch(pattern, os.path.realpath(path)):
+                return True
+        return False
 
 
 def note(text: str) -> None:

@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import os
 
 import pytest
 import zstandard
 
-from megatron_fbt.data.inputs import BadRecord, find_inputs, parse_line, read_lines, read_text_file
+from megatron_fbt.data.inputs import BadRecord, find_inputs, parse_line, read_lines, read_text_file, sort_inputs
 from megatron_fbt.errors import DataError
 
 BAD_LINES = {
@@ -111,6 +112,59 @@ def test_files_that_are_no_text_are_told_apart(tmp_path, content, kind):
     with pytest.raises(BadRecord) as caught:
         read_text_file(str(tmp_path / "x"))
     assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize("pattern", ["", "/*/*.jsonl", "/**/*.jsonl", "/s*"])
+def test_a_folder_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path, monkeypatch, pattern):
+    write_corpus(tmp_path / "good")
+    (tmp_path / "secret").mkdir()
+    real = os.scandir
+
+    def scandir(path="."):
+        if str(path).rstrip("/").endswith("secret"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    if pattern:
+        (tmp_path / "secret" / "x.jsonl").write_bytes(line("a"))
+        assert find_inputs([f"{tmp_path}{pattern}"], "jsonl")
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="input .*/secret/?: cannot be read: Permission denied"):
+        find_inputs([f"{tmp_path}{pattern}"], "jsonl")
+
+
+def test_links_that_are_not_followed_are_told(tmp_path):
+    write_corpus(tmp_path / "corpus")
+    write_corpus(tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "corpus" / "folder")
+    os.symlink(tmp_path / "nowhere", tmp_path / "corpus" / "broken.jsonl")
+    os.symlink(tmp_path / "nowhere", tmp_path / "corpus" / "broken.txt")
+    left_out = []
+    assert len(find_inputs([str(tmp_path / "corpus")], "jsonl", left_out=left_out)) == 4
+    assert sorted(line.split(": left out")[0] for line in left_out) == [
+        f"{tmp_path}/corpus/broken.jsonl",
+        f"{tmp_path}/corpus/folder",
+    ]
+
+
+def test_a_link_to_a_file_that_is_given_is_no_second_file(tmp_path):
+    for name in ("b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_bytes(line(name))
+    os.symlink(tmp_path / "b.jsonl", tmp_path / "a.jsonl")
+    files, repeated = sort_inputs(find_inputs([str(tmp_path)], "jsonl"))
+    assert [os.path.basename(file.path) for file in files] == ["a.jsonl", "c.jsonl"]
+    assert repeated == [str(tmp_path / "a.jsonl")]
+
+
+def test_a_number_of_many_digits_beside_the_text_is_json():
+    assert parse_line(b'{"text": "a", "n": ' + b"7" * 5000 + b"}\n", ["text"]) == ["a"]
+    with pytest.raises(BadRecord, match="not a string"):
+        parse_line(b'{"text": ' + b"7" * 5000 + b"}\n", ["text"])
+
+
+def test_a_file_that_has_gone_is_named(tmp_path):
+    with pytest.raises(DataError, match="gone.txt: cannot be read: No such file"):
+        read_text_file(str(tmp_path / "gone.txt"))
 
 
 def test_missing_and_empty_inputs_are_named(tmp_path):

@@ -265,6 +265,9 @@ def test_every_key_has_a_corpus_of_its_own(tokenizers, tmp_path):
     [
         ({"shards": 6}, "--shards is 6, but there are 5 input files"),
         ({"shards": 0}, "--shards is 0"),
+        ({"output": "."}, "--output is '.': it must be the prefix"),
+        ({"output": "a/.."}, "--output is 'a/..': it must be the prefix"),
+        ({"output": "n" * 240}, "--output: the name n* has more than"),
         ({"shards": 2, "num_nodes": 3}, "--num_nodes is 3, but --shards is 2"),
         ({"shards": 2, "num_nodes": 2, "node_rank": 2}, "--node_rank is 2: it must be from 0 to 1"),
     ],
@@ -272,7 +275,7 @@ def test_every_key_has_a_corpus_of_its_own(tokenizers, tmp_path):
 def test_numbers_that_do_not_fit_are_refused(tokenizers, tmp_path, more, message):
     five_files(tmp_path / "in")
     with pytest.raises(ConfigError, match=message):
-        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "x", **more))
+        preprocess(replace(options(tokenizers, tmp_path / "in", tmp_path / "x"), **more))
 
 
 def test_a_record_that_cannot_be_written_is_an_error_that_leaves_nothing(tokenizers, tmp_path, monkeypatch):
@@ -284,6 +287,17 @@ def test_a_record_that_cannot_be_written_is_an_error_that_leaves_nothing(tokeniz
     with pytest.raises(DataError, match=r"x\.shard\.json: cannot be written: No space left"):
         preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x"))
     assert not contents(tmp_path / "out")
+
+
+def test_the_output_is_no_input_of_the_next_call(tokenizers, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one")
+    given = options(tokenizers, tmp_path, tmp_path / "out", form="files")
+    for again in (False, True):
+        assert preprocess(replace(given, overwrite=again))["documents"] == 1
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match="holds nothing but this command's output"):
+        preprocess(given)
+    assert read_manifest(tmp_path / "out.manifest.json").documents == 1
 
 
 def test_files_named_in_several_ways_are_read_once_in_sorted_order(tokenizers, tmp_path, capsys):
