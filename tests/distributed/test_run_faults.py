@@ -337,7 +337,7 @@ def test_a_stop_through_the_launcher_leaves_one_checkpoint_and_a_quiet_console(t
     assert len(rows_of(tmp_path / "run")) == status["step"] == int(checkpoint.name[5:])
     assert all(line.startswith("megatron_fbt.launch:") for line in errors.splitlines()), errors
     ours = ("opening the data", "building the model", "training from", "memory of this process", "step ", "saved ")
-    ours += ("stopped by a signal",)
+    ours += ("stopped by a signal", "source ", f"{corpus} ")
     table = output.index("opening the data")
     assert all(line.startswith(ours) for line in output[table:].splitlines()), output
     assert output.count("stopped by a signal") == 1
