@@ -19,7 +19,9 @@ from megatron_fbt.data.tool import print_report, run_tool
 
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help="files (.jsonl, .jsonl.gz, .jsonl.zst) or folders")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or folders"
+    )
     parser.add_argument("--output", required=True, help="prefix of the output files")
     parser.add_argument("--vocab_size", type=int, default=8000, help="number of token ids (default 8000)")
     parser.add_argument(

@@ -8,7 +8,15 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 import numpy
 
 from megatron_fbt.core.manifest import HASH, FileEntry, hash_file
-from megatron_fbt.data.corpus_manifest import ENDINGS, SUFFIX, CorpusManifest, Shard, is_manifest, read_manifest
+from megatron_fbt.data.corpus_manifest import (
+    ENDINGS,
+    SUFFIX,
+    CorpusManifest,
+    Shard,
+    is_manifest,
+    read_manifest,
+    shard_number,
+)
 from megatron_fbt.data.document_reader import DocumentReader
 from megatron_fbt.data.encode import token_dtype
 from megatron_fbt.data.indexed import check_indexed
@@ -37,7 +45,7 @@ def validate(paths: Sequence[str]) -> Dict[str, Any]:
     """Check corpora and pairs of files from end to end, with constant memory.
 
     Args:
-        paths: Manifests, or prefixes of pairs that have a record.
+        paths: Manifests, or prefixes (or one of the files) of pairs that have a record.
 
     Returns:
         The report: corpora, shards, documents, tokens, bytes read, and faults (empty = all is well).
@@ -49,6 +57,7 @@ def validate(paths: Sequence[str]) -> Dict[str, Any]:
     faults: List[Fault] = []
     for path in paths:
         corpus = read_corpus(path)
+        faults += _check_numbers(corpus)
         for shard in corpus.shards:
             report["shards"] += 1
             for name, count in zip(("documents", "tokens"), (shard.documents, shard.tokens), strict=True):
@@ -67,6 +76,9 @@ def read_corpus(path: str) -> CorpusManifest:
     """
     if is_manifest(path):
         return read_manifest(path)
+    for ending in ENDINGS:
+        if record_path(path.removesuffix(ending)).exists():
+            path = path.removesuffix(ending)
     if record_path(path).exists():
         return read_record(path).corpus
     if os.path.exists(f"{path}{SUFFIX}"):
@@ -75,6 +87,18 @@ def read_corpus(path: str) -> CorpusManifest:
         f"data set {path}: it has neither {record_path(path)} nor {path}{SUFFIX}, which say what it should hold; "
         "tools/preprocess_data.py writes them"
     )
+
+
+def _check_numbers(corpus: CorpusManifest) -> Iterator[Fault]:
+    """A manifest names all of its shards, if their names have numbers."""
+    shards = [shard_number(shard.prefix) for shard in corpus.shards]
+    if not is_manifest(corpus.path) or None in shards or len({(base, count) for base, _, count in shards}) > 1:
+        return
+    base, _, count = shards[0]
+    missing = sorted({*range(count)} - {number for _, number, _ in shards})
+    if missing:
+        names = ", ".join(f"{base}-{number:05d}-of-{count:05d}" for number in missing[:3])
+        yield Fault(corpus.path, "manifest", f"{len(missing)} of {count} shards are not in it: {names}")
 
 
 def _check_record(corpus: CorpusManifest, shard: Shard) -> Iterator[Fault]:
@@ -164,8 +188,9 @@ def _check_tokens(corpus: CorpusManifest, shard: Shard, reader: DocumentReader) 
 def describe(report: Dict[str, Any]) -> str:
     """The report for a person."""
     lines = [f"{fault['file']}: {fault['kind']}: {fault['detail']}" for fault in report["faults"]]
+    count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults" if lines else "no fault"
     sizes = ", ".join(f"{report[name]:,} {name}" for name in ("shards", "documents", "tokens", "bytes"))
-    return "\n".join([*lines, f"{sizes}: {f'{len(lines)} faults' if lines else 'no fault'}"])
+    return "\n".join([*lines, f"{sizes}: {count}"])
 
 
 def main(argv: Sequence[str]) -> int:

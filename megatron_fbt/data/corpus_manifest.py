@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from megatron_fbt.core.manifest import HASH, FileEntry
 from megatron_fbt.data.output_files import write_json
@@ -80,6 +81,16 @@ class CorpusManifest:
         return {kind: sum(shard.skipped.get(kind, 0) for shard in self.shards) for kind in kinds}
 
 
+def shard_number(prefix: str) -> Optional[Tuple[str, int, int]]:
+    """What stands before the numbers in the prefix of a shard, its number and how many there are; None if it has none.
+
+    Args:
+        prefix: Such as ``data/web-00003-of-00012``.
+    """
+    found = re.fullmatch(r"(.*)-(\d{5,})-of-(\d{5,})", prefix, re.DOTALL)
+    return (found[1], int(found[2]), int(found[3])) if found else None
+
+
 def is_manifest(path) -> bool:
     """Whether a path has the name of a corpus manifest."""
     return str(path).endswith(SUFFIX)
@@ -125,8 +136,12 @@ def manifest_from_json(content: Dict[str, Any], path: str) -> CorpusManifest:
         str(content["token_type"]),
         shards,
     )
-    if not shards or (manifest.tokens, manifest.documents) != (content["tokens"], content["documents"]):
+    totals = ("tokens", "documents", "bytes", "text_bytes")
+    if not shards or any(getattr(manifest, name) != content[name] for name in totals):
         raise ValueError("its totals are not those of its shards")
+    prefixes = [shard.prefix for shard in shards]
+    if len(set(prefixes)) < len(prefixes):
+        raise ValueError(f"it lists {max(prefixes, key=prefixes.count)} twice")
     return manifest
 
 
@@ -139,6 +154,9 @@ def shard_from_json(content: Dict[str, Any], folder: str) -> Shard:
     files = {ending: FileEntry(int(entry["bytes"]), str(entry[HASH])) for ending, entry in content["files"].items()}
     if sorted(files) != sorted(ENDINGS):
         raise ValueError(f"files of {content['prefix']} are {sorted(files)}, not {sorted(ENDINGS)}")
+    counts = (content["documents"], content["tokens"], content["text_bytes"], *(e.size for e in files.values()))
+    if min(map(int, counts)) < 0:
+        raise ValueError(f"{content['prefix']} has negative counts")
     return Shard(
         os.path.normpath(os.path.join(folder, content["prefix"])),
         int(content["documents"]),

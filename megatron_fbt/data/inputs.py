@@ -168,6 +168,8 @@ def read_blocks(file: InputFile) -> Iterator[Tuple[bytes, int]]:
     """
     try:
         with open(file.path, "rb") as stream:
+            if file.path.endswith((".gz", ".zst")) and not stream.peek(1):
+                raise EOFError
             if file.path.endswith(".gz"):
                 yield from _gzip_blocks(stream)
             elif file.path.endswith(".zst"):

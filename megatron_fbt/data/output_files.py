@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Dict
 
@@ -88,5 +89,6 @@ def write_json(path, content: Dict[str, Any]) -> None:
             os.replace(partial, path)
             sync_path(path.parent)
         except OSError:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise

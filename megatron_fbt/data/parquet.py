@@ -28,13 +28,16 @@ def read_rows(file: InputFile, keys: Sequence[str]) -> Iterator[Tuple[bytes, int
 
     Raises:
         ConfigError: The package pyarrow is not installed.
-        DataError: The file cannot be read, is cut or damaged.
+        DataError: The file cannot be read, is cut or damaged, or has a column twice.
     """
     pyarrow, parquet = _import_pyarrow()
     try:
         with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=_BUFFER, memory_map=False) as table:
             total = max(table.metadata.num_rows, 1)
             names = [name for name in keys if name in table.schema_arrow.names]
+            twice = [name for name in names if table.schema_arrow.names.count(name) > 1]
+            if twice:
+                raise DataError(f"input {file.path}: it has several columns named '{twice[0]}'; rename all but one")
             done = 0
             for first, count in _batches(table, names):
                 done += count

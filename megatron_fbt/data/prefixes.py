@@ -4,10 +4,10 @@ import contextlib
 import glob
 import logging
 import os
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, List, Sequence, Tuple
 
 from megatron_fbt.config.data import DataConfig
-from megatron_fbt.data.corpus_manifest import SUFFIX, CorpusManifest, is_manifest, read_manifest
+from megatron_fbt.data.corpus_manifest import SUFFIX, CorpusManifest, is_manifest, read_manifest, shard_number
 from megatron_fbt.data.first_rank import is_first_rank
 from megatron_fbt.errors import DataError
 
@@ -23,7 +23,8 @@ def find_prefixes(name: str, paths: Sequence[str], tokenizer=None) -> List[str]:
         tokenizer: If given, a manifest must be of one with the same ids.
 
     Raises:
-        DataError: Nothing is found for a path, a pair is named twice, or a manifest is of another tokenizer.
+        DataError: Nothing is found for a path, a pair is named twice, a corpus comes in two numbers of shards, or a
+            manifest is of another tokenizer.
     """
     found: List[str] = []
     for path in paths:
@@ -40,7 +41,21 @@ def find_prefixes(name: str, paths: Sequence[str], tokenizer=None) -> List[str]:
         if real in seen:
             raise DataError(f"data set {name}: the pair {prefix} is named twice by {', '.join(paths)}; name it once")
         seen[real] = prefix
+    _check_counts(name, seen)
     return found
+
+
+def _check_counts(name: str, prefixes: Iterable[str]) -> None:
+    """Refuse shards that were made of one corpus with two different numbers of shards."""
+    first: Dict[str, Tuple[int, str]] = {}
+    for prefix in prefixes:
+        base, _, count = shard_number(prefix) or (prefix, 0, 1)
+        known, other = first.setdefault(base, (count, prefix))
+        if known != count:
+            raise DataError(
+                f"data set {name}: {other} and {prefix} are shards of one corpus that was cut twice, so documents "
+                "would be read twice; name its manifest, or remove the older shards"
+            )
 
 
 def indexed_pairs(data: DataConfig) -> Iterator[Tuple[str, str]]:

@@ -135,8 +135,11 @@ def preprocess(options: PreprocessOptions) -> dict:
     if not options.overwrite:
         plan.check_settings()
     made = _make(plan, _missing(plan, mine, options.overwrite), encoder, options)
-    complete = plan.write_manifests()
-    return _report(plan, mine, made, complete, time.monotonic() - begin)
+    for pair in plan.other_cuts():
+        note(f"output {pair}: a shard of another --shards is there, too; remove what is old, or name the manifest")
+    if why := plan.write_manifests():
+        note(f"no manifest yet, because a shard is not what these options and input files give: {why}")
+    return _report(plan, mine, made, not why, time.monotonic() - begin)
 
 
 def _missing(plan: CorpusPlan, shards: Sequence[PlannedShard], overwrite: bool) -> List[PlannedShard]:

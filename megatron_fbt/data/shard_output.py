@@ -1,5 +1,6 @@
 """Where preprocessing writes: shards of one or several corpora, their records, and at last their manifests."""
 
+import glob
 import os
 from collections import Counter
 from contextlib import suppress
@@ -7,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
-from megatron_fbt.data.corpus_manifest import ENDINGS, SUFFIX, CorpusManifest, Shard, read_manifest, write_manifest
+from megatron_fbt.data.corpus_manifest import (
+    ENDINGS,
+    SUFFIX,
+    CorpusManifest,
+    Shard,
+    read_manifest,
+    shard_number,
+    write_manifest,
+)
 from megatron_fbt.data.encode import Encoded, token_dtype
 from megatron_fbt.data.indexed import IndexedWriter
 from megatron_fbt.data.inputs import EMPTY_TEXT, InputFile
@@ -153,14 +162,26 @@ class CorpusPlan:
             f"(skipped: {skipped or 'nothing'})"
         )
 
-    def write_manifests(self) -> bool:
-        """Write the manifests if all shards are complete, whoever made them; whether they are.
+    def other_cuts(self) -> List[str]:
+        """Shards of these corpora that are cut in another number, one of each number."""
+        found = {}
+        for prefix in self.prefixes.values():
+            paths = [f"{prefix}.bin", *sorted(glob.glob(f"{glob.escape(prefix)}-*-of-*.bin"))]
+            for pair in (path.removesuffix(".bin") for path in paths if os.path.exists(path)):
+                base, _, count = shard_number(pair) or (pair, 0, 1)
+                if base == prefix and count != len(self.shards):
+                    found.setdefault((prefix, count), pair)
+        return list(found.values())
+
+    def write_manifests(self) -> str:
+        """Write the manifests if all shards are complete, whoever made them; why not, or nothing.
 
         Raises:
             DataError: All shards together have no document, or a manifest cannot be written.
         """
-        if any(self.why_incomplete(shard) for shard in self.shards):
-            return False
+        for shard in self.shards:
+            if why := self.why_incomplete(shard):
+                return f"{shard.prefixes[0]}: {why}"
         made = [self.records(shard) for shard in self.shards]
         for i, key in enumerate(self.prefixes):
             shards = [records[i].corpus.shards[0] for records in made]
@@ -173,7 +194,7 @@ class CorpusPlan:
                     write_manifest(manifest)
                 except OSError as error:
                     raise DataError(f"output {manifest.path}: cannot be written: {error.strerror}") from error
-        return True
+        return ""
 
 
 def _is_written(manifest: CorpusManifest) -> bool:

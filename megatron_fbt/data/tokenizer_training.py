@@ -3,11 +3,14 @@
 import io
 import os
 import random
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterable, Iterator, List, Sequence
 
 from megatron_fbt.data.inputs import find_inputs, iterate_documents
+from megatron_fbt.data.output_files import check_prefix
 from megatron_fbt.errors import ConfigError, DataError
 
 _LINES = 8
@@ -45,6 +48,7 @@ class TokenizerTraining:
         """Raise ConfigError for values that cannot work."""
         if self.vocab_size < 300:
             raise ConfigError(f"--vocab_size is {self.vocab_size}: 256 bytes and some characters need at least 300")
+        check_prefix(self.output)
         if self.sample_sentences < 1:
             raise ConfigError(f"--sample_sentences is {self.sample_sentences}: it must be at least 1")
 
@@ -60,7 +64,10 @@ def train_tokenizer(training: TokenizerTraining) -> dict:
         DataError: Input cannot be read, or holds no text.
     """
     training.validate()
-    files = find_inputs(training.inputs, training.input_format, training.suffixes, training.exclude)
+    left_out: List[str] = []
+    files = find_inputs(training.inputs, training.input_format, training.suffixes, training.exclude, True, left_out)
+    for line in left_out:
+        print(f"input {line}", file=sys.stderr)
     documents = iterate_documents(files, training.input_format, training.json_key)
     sample = draw_sample(text_pieces(documents), training.sample_sentences, training.seed)
     if not sample:
@@ -150,5 +157,6 @@ def _write(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise DataError(f"output {path}: cannot be written: {error.strerror or error}") from error

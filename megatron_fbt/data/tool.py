@@ -1,6 +1,7 @@
 """What the commands in tools/ share: exit codes, reports, an orderly end on a signal."""
 
 import json
+import os
 import signal
 import sys
 from typing import Any, Callable, Dict
@@ -13,14 +14,17 @@ from megatron_fbt.training.metrics import json_ready
 def run_tool(work: Callable[[], None]) -> int:
     """Run a command and give its exit code: 0, the error's own, or 128 + the signal that stopped it.
 
-    Errors that a user can cause are printed to standard error without a traceback. SIGTERM ends the work like Ctrl-C,
-    so that temporary files are removed.
+    Errors that a user can cause are printed to standard error without a traceback. SIGTERM and SIGHUP end the work
+    like Ctrl-C, so that temporary files are removed.
     """
 
     def stop(number, frame):
         raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in previous.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
     try:
         work()
     except FBTError as error:
@@ -29,7 +33,8 @@ def run_tool(work: Callable[[], None]) -> int:
         print("stopped: no output is incomplete", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
     return 0
 
 
@@ -47,29 +52,34 @@ def run_report(work: Callable[[], Dict[str, Any]], describe: Callable[[Dict[str,
     code = run_tool(lambda: report.update(work()))
     if code:
         return code
-    print(json.dumps(json_ready(report)) if as_json else _encodable(describe(report)))
+    _print(json.dumps(json_ready(report)) if as_json else describe(report))
     if report.get("alarm"):
         print(f"alarm: {report['alarm']}", file=sys.stderr)
         return 1
     return 0
 
 
-def _encodable(text: str) -> str:
-    """A text in which characters that the terminal's encoding lacks are spelled out."""
+def _print(text: str) -> None:
+    """Print to standard output; characters that its encoding lacks are spelled out, and its reader may have left."""
     encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails at its end
 
 
 def print_report(report: dict, as_json: bool) -> None:
     """Print a report to standard output: one JSON object, or a line for each entry."""
     if as_json:
-        print(json.dumps(report))
+        _print(json.dumps(report))
         return
+    lines = []
     for name, value in report.items():
         if isinstance(value, list):
             for entry in value:
-                print(f"{name[:-1]}: " + ", ".join(f"{key} {content}" for key, content in entry.items()))
+                lines.append(f"{name[:-1]}: " + ", ".join(f"{key} {content}" for key, content in entry.items()))
         elif isinstance(value, dict):
-            print(f"{name}: " + (", ".join(f"{key} {content}" for key, content in value.items()) or "none"))
+            lines.append(f"{name}: " + (", ".join(f"{key} {content}" for key, content in value.items()) or "none"))
         else:
-            print(f"{name}: {value:,}" if isinstance(value, (int, float)) else f"{name}: {value}")
+            lines.append(f"{name}: {value:,}" if isinstance(value, (int, float)) else f"{name}: {value}")
+    _print("\n".join(lines))

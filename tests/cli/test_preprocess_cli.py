@@ -330,6 +330,17 @@ def test_the_same_command_twice_at_once_is_refused_and_the_first_one_finishes(tm
     assert (tmp_path / "x.manifest.json").exists() and not (tmp_path / "x.lock").exists()
 
 
+def test_a_reader_that_has_left_and_an_encoding_without_umlauts_end_no_report(tmp_path, model):
+    source, folder = jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), tmp_path / "f\u00fc"
+    tool = f"{sys.executable} {ROOT}/tools/preprocess_data.py --input {source} --tokenizer_path {model} --output "
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    pipe = {"env": environment, "shell": True, "executable": "/bin/bash", "capture_output": True, "timeout": 120}
+    left = subprocess.run(f"{tool} {folder}/x > >(exec 0<&-; sleep 0); echo $?", **pipe)
+    again = subprocess.run(f"{tool} {folder}/x", **pipe)
+    assert left.stdout == b"0\n" and b"Traceback" not in left.stderr
+    assert again.returncode == 0 and b"f\\xfc/x" in again.stdout and b"Traceback" not in again.stderr
+
+
 def test_the_command_works_in_the_c_locale_and_prints_its_report(tmp_path, model):
     folder = tmp_path / "f\u00f6lder"
     folder.mkdir()

@@ -52,10 +52,22 @@ def without_shards(content):
     content["shards"] = []
 
 
+def shard_twice(content):
+    first = content["shards"][0]
+    content["shards"][1] = first
+    for name in ("tokens", "documents", "text_bytes"):
+        content[name] = 2 * first[name]
+    content["bytes"] = 2 * first["files"][".bin"]["bytes"]
+
+
 DAMAGES = {
     "another format": (lambda c: c.update(format=7), "format 7, not 1"),
     "a missing entry": (lambda c: c.pop("vocab_size"), "vocab_size"),
     "wrong totals": (lambda c: c.update(tokens=1), "totals"),
+    "negative bytes": (lambda c: c.update(bytes=-1), "totals"),
+    "other bytes of text": (lambda c: c.update(text_bytes=1), "totals"),
+    "a negative count": (lambda c: c["shards"][0].update(documents=-10), "c-00000-of-00002 has negative counts"),
+    "a shard listed twice": (shard_twice, "lists .*c-00000-of-00002 twice"),
     "no shards": (without_shards, "totals"),
     "a file missing": (lambda c: c["shards"][1]["files"].pop(".idx"), "c-00001-of-00002"),
     "a list for an object": (lambda c: c["shards"].append([]), "TypeError"),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megatron_fbt.core.manifest import hash_file
 from megatron_fbt.data import corpus_check, corpus_merge
 from megatron_fbt.data.corpus_check import validate
-from megatron_fbt.data.corpus_manifest import read_manifest
+from megatron_fbt.data.corpus_manifest import read_manifest, write_manifest
 from megatron_fbt.data.corpus_merge import merge
 from megatron_fbt.data.encode import EncodeSettings
 from megatron_fbt.data.indexed import open_indexed
@@ -147,6 +148,21 @@ def test_several_faults_are_all_found(web):
     flip(second, ".idx", 40)
     faults = [(fault["file"], fault["kind"]) for fault in validate([str(web)])["faults"]]
     assert faults == [(f"{first}.bin", "size"), (f"{second}.bin", "checksum"), (f"{second}.idx", "checksum")]
+
+
+def test_a_manifest_without_one_of_its_shards_is_a_fault(web, capsys):
+    manifest = read_manifest(web)
+    write_manifest(replace(manifest, shards=manifest.shards[:1]))
+    assert corpus_check.main([str(web)]) == 3
+    out = capsys.readouterr().out
+    assert "manifest: 1 of 2 shards are not in it" in out and "web-00001-of-00002" in out
+    assert out.endswith(": 1 fault\n")
+
+
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
+def test_a_file_stands_for_its_pair(web, ending):
+    prefix = read_manifest(web).prefixes[1]
+    assert validate([prefix + ending]) == {**validate([prefix]), "faults": []}
 
 
 def test_what_nothing_is_known_of_cannot_be_checked(web, capsys):

@@ -82,7 +82,7 @@ def test_lines_longer_and_shorter_than_a_block_come_whole(tmp_path, name):
 @pytest.mark.parametrize(
     "name, pack", [("t.jsonl.gz", gzip.compress), ("t.jsonl.zst", zstandard.ZstdCompressor().compress)]
 )
-@pytest.mark.parametrize("kept", [0.5, -1, -9])
+@pytest.mark.parametrize("kept", [0.5, -1, -9, -10_000])
 def test_truncated_compressed_files_are_errors_that_name_them(tmp_path, name, pack, kept):
     packed = pack(b"".join(line(f"{i * 7919}") for i in range(500)))
     (tmp_path / name).write_bytes(packed[: int(len(packed) * kept) if kept > 0 else kept])

@@ -18,6 +18,7 @@ from megatron_fbt.data.encode import EncodeSettings
 from megatron_fbt.data.indexed import open_indexed
 from megatron_fbt.data.inputs import InputFile
 from megatron_fbt.data.output_lock import locked
+from megatron_fbt.data.prefixes import find_prefixes
 from megatron_fbt.data.preprocess import PreprocessOptions, preprocess
 from megatron_fbt.data.shard_record import group_inputs
 from megatron_fbt.errors import ConfigError, DataError
@@ -196,6 +197,31 @@ def test_a_shard_lives_until_the_one_of_changed_input_is_ready(tokenizers, tmp_p
     assert read_manifest(tmp_path / "out" / "x.manifest.json").documents == 55 + 1
 
 
+def test_shards_of_another_number_are_told_and_not_read_together(tokenizers, tmp_path, capsys):
+    five_files(tmp_path / "in")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "x")
+    for shards in (1, 3, 2):
+        preprocess(replace(given, shards=shards))
+    error = capsys.readouterr().err
+    assert error.count(f"{tmp_path}/x: a shard of another --shards") == 2
+    assert error.count("x-00000-of-00003: a shard of another --shards") == 1
+    for pattern in ("x-*.bin", "x", "x-*-of-00003.bin"):
+        paths = [f"{tmp_path}/{pattern}", f"{tmp_path}/x-00001-of-00002"]
+        with pytest.raises(DataError, match="one corpus that was cut twice"):
+            find_prefixes("data", paths[: 1 if pattern == "x-*.bin" else 2])
+    assert len(find_prefixes("data", [f"{tmp_path}/x-*-of-00003.bin"])) == 3
+
+
+def test_what_keeps_the_manifest_from_being_written_is_told(tokenizers, tmp_path, capsys):
+    five_files(tmp_path / "in")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "x", shards=2, num_nodes=2)
+    preprocess(given)
+    assert "no manifest yet" in capsys.readouterr().err
+    os.utime(tmp_path / "in" / "part-0.jsonl", ns=(1, 1))
+    assert preprocess(replace(given, node_rank=1))["outputs"][0]["manifest"] is None
+    assert "x-00000-of-00002: input" in (error := capsys.readouterr().err) and "part-0.jsonl has changed" in error
+
+
 def test_an_output_that_another_process_writes_is_left_alone(tokenizers, tmp_path):
     five_files(tmp_path / "in")
     given = options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", shards=5)
@@ -355,6 +381,14 @@ def test_files_of_all_kinds_together_give_their_texts_in_sorted_order(tokenizers
         *(f"d{i} \u4e2d" for i in range(50)),
     ]
     assert texts_of(given.encode, tmp_path / "x") == expected
+
+
+def test_two_columns_of_one_name_are_an_error(tokenizers, tmp_path):
+    (tmp_path / "in").mkdir()
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "in" / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet: it has several columns named 'text'"):
+        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x", skip=True))
 
 
 COLUMNS = {
