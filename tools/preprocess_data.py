@@ -41,7 +41,7 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=1, help="pairs of files to write, each of whole input files")
     parser.add_argument("--num_nodes", type=int, default=1, help="calls of this command that share the shards")
     parser.add_argument("--node_rank", type=int, default=0, help="which of these calls this is, from 0")
-    parser.add_argument("--overwrite", action="store_true", help="make complete shards anew, too")
+    parser.add_argument("--overwrite", action="store_true", help="make all shards anew, even with other settings")
     parser.add_argument("--skip_bad_lines", action="store_true", help="leave out and count bad lines")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     return parser.parse_args(argv)
