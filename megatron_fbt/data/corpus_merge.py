@@ -23,6 +23,8 @@ from megatron_fbt.data.shard_record import ShardRecord, record_path, write_recor
 from megatron_fbt.data.tool import print_report, run_tool
 from megatron_fbt.errors import ConfigError, DataError
 
+_LOCKS = 500
+"""Shards that stay locked during a merge, each with an open file; of more, it is looked at once."""
 _SAME = ("tokenizer", "vocab_size", "eod", "token_type")
 
 
@@ -56,11 +58,11 @@ def merge(paths: Sequence[str], output: str, shards: int = 1, overwrite: bool = 
     if not 1 <= shards <= documents:
         raise ConfigError(f"--shards is {shards}: it must be from 1 to the number of documents, {documents}")
     _check_output(output, prefixes, corpora, overwrite)
-    with locked(output):
-        for prefix in prefixes:
-            if prefix != output:
-                with locked(prefix):  # whoever writes one of them is met before any is removed
-                    pass
+    others = [prefix for prefix in prefixes if prefix != output]
+    with locked(output, *others[:_LOCKS]):
+        for prefix in others[_LOCKS:]:
+            with locked(prefix):  # whoever writes one of them is met before any is removed
+                pass
         manifest = _make(corpora, sources, output, prefixes)
     return {
         "documents": manifest.documents,

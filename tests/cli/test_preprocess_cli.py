@@ -280,7 +280,7 @@ def endless_input(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("victim", ["worker", "main process", "main process, politely"])
+@pytest.mark.parametrize("victim", ["worker", "main process", "main process, politely", "terminal"])
 def test_a_killed_process_ends_the_command_and_the_next_run_starts_clean(tmp_path, model, victim):
     pipe = endless_input(tmp_path)
     args = ("--output", tmp_path / "x", "--tokenizer_path", model, "--workers", 2)
@@ -290,7 +290,7 @@ def test_a_killed_process_ends_the_command_and_the_next_run_starts_clean(tmp_pat
         for _ in range(600):  # some blocks of input
             stream.write(line)
         workers = workers_of(process)
-        number = signal.SIGTERM if victim.endswith("politely") else signal.SIGKILL
+        number = {"main process, politely": signal.SIGTERM, "terminal": signal.SIGHUP}.get(victim, signal.SIGKILL)
         os.kill(workers[0] if victim == "worker" else process.pid, number)
         deadline = time.monotonic() + 60
         try:
@@ -299,9 +299,11 @@ def test_a_killed_process_ends_the_command_and_the_next_run_starts_clean(tmp_pat
         except BrokenPipeError:
             pass
     _, error = process.communicate(timeout=60)
-    assert process.returncode == {"worker": 3, "main process": -9, "main process, politely": 143}[victim]
+    codes = {"worker": 3, "main process": -9, "main process, politely": 143, "terminal": 129}
+    assert process.returncode == codes[victim]
     assert victim != "worker" or "a worker process died" in error
-    assert not {"x.bin", "x.idx"} & set(os.listdir(tmp_path))
+    left = {name for name in os.listdir(tmp_path) if name.startswith("x")}
+    assert not left - ({"x.bin.partial", "x.lock"} if victim == "main process" else set())
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline, "workers are left behind"
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pyarrow
@@ -238,6 +239,17 @@ def test_an_output_that_another_process_writes_is_left_alone(tokenizers, tmp_pat
     (tmp_path / "out" / "x-00001-of-00005.lock").write_bytes(b"of a killed process")
     assert preprocess(given)["shards"] == {"made": 3, "kept": 2, "of": 5}
     assert not [path.name for path in (tmp_path / "out").iterdir() if path.suffix in (".lock", ".partial")]
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tokenizers, tmp_path, monkeypatch):
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    five_files(tmp_path / "in")
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(DataError, match="output .*/out/x: cannot be written: Read-only file system"):
+        preprocess(options(tokenizers, tmp_path / "in", tmp_path / "out" / "x"))
 
 
 def test_a_bad_line_ends_its_shard_and_leaves_the_complete_ones(tokenizers, tmp_path):

@@ -1,5 +1,9 @@
 """Training a tokenizer: repeatable, of the asked size, and clear about what cannot work."""
 
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatron_fbt.config.data import TokenizerConfig
@@ -49,3 +53,29 @@ def test_no_text_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "  "}\n')
     with pytest.raises(DataError, match="no text to train"):
         train_tokenizer(TokenizerTraining([str(tmp_path)], str(tmp_path / "t")))
+
+
+def test_parquet_files_of_a_folder_are_read_and_links_told(source_folder, tmp_path, capsys):
+    texts = [path.read_text("utf-8") for path in sorted(source_folder.iterdir())]
+    (tmp_path / "in").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "in" / "a.parquet")
+    (tmp_path / "in" / "link").symlink_to(source_folder)
+    report = train_tokenizer(TokenizerTraining([str(tmp_path / "in")], str(tmp_path / "t"), 500))
+    assert report["files"] == 1 and report["characters"] == sum(map(len, texts))
+    assert "/in/link: left out, because it is a link to a folder" in capsys.readouterr().err
+
+
+def test_a_disk_that_refuses_everything_is_a_data_error(source_folder, tmp_path, monkeypatch):
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(DataError, match=r"t\.model: cannot be written: Read-only file system"):
+        train_tokenizer(TokenizerTraining([str(source_folder)], str(tmp_path / "t"), 500, input_format="files"))
+
+
+@pytest.mark.parametrize("output", [".", "a/", "n" * 240])
+def test_an_output_that_is_no_prefix_is_refused_before_any_training(output):
+    with pytest.raises(ConfigError, match="--output"):
+        train_tokenizer(TokenizerTraining(["nowhere"], output))
