@@ -20,11 +20,11 @@ def find_prefixes(name: str, paths: Sequence[str], tokenizer=None) -> List[str]:
     Args:
         name: Of the source, for messages.
         paths: Prefixes of pairs or of manifests, manifests, and patterns; a pattern gives its pairs in sorted order.
-        tokenizer: If given, a manifest must be of one with the same ids.
+        tokenizer: If given, a manifest must be of one with the same ids, and tell the sizes of its files.
 
     Raises:
         DataError: Nothing is found for a path, a pair is named twice, a corpus comes in two numbers of shards, or a
-            manifest is of another tokenizer.
+            manifest is of another tokenizer or of other files.
     """
     found: List[str] = []
     for path in paths:
@@ -104,3 +104,12 @@ def _check_manifest(manifest: CorpusManifest, tokenizer) -> None:
             "manifest %s: the files of its tokenizer are not those of data.tokenizer, though they have as many ids",
             manifest.path,
         )
+    for shard in manifest.shards if is_first_rank() else ():
+        for ending, entry in shard.files.items():
+            with contextlib.suppress(FileNotFoundError):  # which the pair's own check tells
+                found = os.path.getsize(f"{shard.prefix}{ending}")
+                if found != entry.size:
+                    raise DataError(
+                        f"manifest {manifest.path}: {shard.prefix}{ending} has {found} bytes, {entry.size} were "
+                        "written; it was cut or replaced, preprocess again or name the pair itself"
+                    )

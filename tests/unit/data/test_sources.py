@@ -246,6 +246,19 @@ def test_the_prefix_of_a_sharded_corpus_stands_for_its_manifest(tmp_path):
     assert find_prefixes("s", [f"{tmp_path}/corpus"]) == [f"{tmp_path}/corpus"]
 
 
+def test_files_that_a_manifest_does_not_mean_are_refused(tmp_path):
+    write_documents(tmp_path / "corpus", [[1, 2]])
+    sizes = {ending: os.path.getsize(f"{tmp_path}/corpus{ending}") for ending in (".bin", ".idx")}
+    shard = Shard(f"{tmp_path}/corpus", 1, 2, 0, {}, {end: FileEntry(size, "0" * 16) for end, size in sizes.items()})
+    manifest = f"{tmp_path}/corpus.manifest.json"
+    identity = dict(TOKENIZER.unique_identifiers)
+    write_manifest(CorpusManifest(manifest, "text", identity, TOKENIZER.vocab_size, TOKENIZER.eod, "uint16", (shard,)))
+    assert find_prefixes("s", [manifest], TOKENIZER) == [shard.prefix]
+    write_documents(tmp_path / "corpus", [[1, 2, 3]])
+    with pytest.raises(DataError, match=rf"corpus\.bin has 6 bytes, {sizes['.bin']} were written; it was cut or repl"):
+        find_prefixes("s", [manifest], TOKENIZER)
+
+
 def test_each_source_has_its_split_and_one_may_be_for_validation_only(tmp_path, caplog):
     for number, name in enumerate(("a", "b", "c")):
         write_different(tmp_path / name, 1 + 1000 * number, [20] * 10)
