@@ -11,6 +11,7 @@ from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import run_passes
 from megatron_fbt.core.specs import transformer_config
 from megatron_fbt.model.fp8 import E4M3, E5M2, SCALINGS, quantise
+from megatron_fbt.training.lr_schedule import LearningRate
 from tests.distributed.model_case import Case, Grid, build, global_batch, own_part, piece, start
 
 ROWS_USED = 4
@@ -57,6 +58,7 @@ def run_steps(case: Case, grid: Grid, layout: Layout) -> Steps:
     counts, per_step, reports, active = count_quantisations(built.stage), [], [], False
     for step, passes in enumerate(case.passes):
         active = active or passes > 1
+        LearningRate(built.config.optimizer, 0, 1000).apply(built.optimizer, 0)
         built.stage.train()
         built.optimizer.zero_grad()
         counts.clear()
