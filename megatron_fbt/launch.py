@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megatron_fbt.errors import BadNumbersError, CheckpointError, ConfigError, DataError, StoppedBySignal
-from megatron_fbt.training.signals import SUPERVISED, Impatience
+from megatron_fbt.training.signals import SUPERVISED, Impatience, stays_ignored
 
 EXAMPLE = """example:
   python -m megatron_fbt.launch --nproc_per_node 4 -m megatron_fbt.pretrain --config examples/configs/tiny_cpu.yaml
@@ -248,7 +248,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     # The agent would raise inside its own code on the signals listed here; ours are only noted.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in FORWARDED:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if not stays_ignored(number):
             signal.signal(number, agent.receive)
     try:
         result = agent.run()

@@ -20,6 +20,11 @@ def is_supervised(environment: Mapping[str, str] = os.environ) -> bool:
     return SUPERVISED in environment or "TORCHELASTIC_RUN_ID" in environment
 
 
+def stays_ignored(number: int) -> bool:
+    """Whether a signal was ignored on purpose: SIGHUP by nohup. Shells ignore SIGINT for whatever runs behind them."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 class Impatience:
     """Tells a person's second request from another delivery of the first one.
 
@@ -49,7 +54,7 @@ class SignalWatcher:
 
     Under a launcher, or as a task of srun, no signal does: srun signals the ranks and the launcher, which signals the
     ranks again, on a busy machine much later. There the launcher ends them (see megatron_fbt.launch), or SLURM.
-    A signal that is ignored, as SIGHUP by nohup, stays so.
+    SIGHUP that is ignored, as by nohup, stays so.
     """
 
     def __init__(self) -> None:
@@ -61,7 +66,7 @@ class SignalWatcher:
 
     def __enter__(self) -> "SignalWatcher":
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if not stays_ignored(number):
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
