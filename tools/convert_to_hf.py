@@ -5,6 +5,7 @@ import json
 import sys
 from typing import List, Optional
 
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import FBTError
 
 EXAMPLE = """examples:
@@ -61,8 +62,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         report = convert_checkpoint(arguments.checkpoint, arguments.output, conversion)
     except FBTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     for note in report["notes"]:
         print(f"warning: {note}", file=sys.stderr)
     print(json.dumps(report) if arguments.json else describe(report))

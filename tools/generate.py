@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import List, Optional
 
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import FBTError
 from megatron_fbt.inference.command_line import add_generation_options, generation_options, prompt_source
 
@@ -48,8 +49,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         run(request)
     except FBTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     return 0
 
 

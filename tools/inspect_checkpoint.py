@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.integrity import describe_checkpoint
 from megatron_fbt.training.run_folder import CONFIG_FILE, find_step_folder
@@ -36,8 +37,7 @@ def main(argv=None) -> int:
         folder = find_step_folder(args.checkpoint)
         facts = describe_checkpoint(folder)
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     config = (folder / CONFIG_FILE).read_text(encoding="utf-8") if args.config else None
     if args.json:
         print(json.dumps({**facts, **({"config": config} if config else {})}))

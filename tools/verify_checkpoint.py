@@ -14,6 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
+from megatron_fbt.ending import tell
 from megatron_fbt.errors import CheckpointError
 from megatron_fbt.training.integrity import find_damage
 from megatron_fbt.training.run_folder import find_step_folder
@@ -43,8 +44,7 @@ def main(argv=None) -> int:
     try:
         problems = {str(folder): find_damage(folder) for folder in checkpoints(args.checkpoint, args.all)}
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     if args.json:
         print(json.dumps({"intact": not any(problems.values()), "checkpoints": problems}))
     else:

@@ -231,21 +231,27 @@ def _indexed(paths: Sequence[str], tokenizer: Optional[Tokenizer], mmap: bool = 
     return Documents(numpy.concatenate(lengths), parts, sum(known) or None)
 
 
-def _samples_of(step: int, config: PretrainConfig, schedule: BatchSizeSchedule, done: Tuple[int, int]) -> range:
+def _logged_tokens(run_dir: str) -> Dict[Any, Optional[float]]:
+    """Tokens that a run had read after each step of its log, and before the first one."""
+    log = metrics.read_metrics(Path(run_dir) / "metrics.jsonl")
+    return {0: 0.0, **{row.get("step"): metrics.number(row.get("tokens")) for row in log}}
+
+
+def _samples_of(
+    step: int, logged: Dict[Any, Optional[float]], length: int, schedule: BatchSizeSchedule, done: Tuple[int, int]
+) -> range:
     """Samples of a step: as the run's log has them, for batches may have had another size; else as configured.
 
     Args:
         step: from 1 on.
-        config: of the run.
-        schedule: of its batches.
+        logged: tokens that the run had read after its steps, see _logged_tokens.
+        length: tokens of a sample.
+        schedule: of the run's batches.
         done: steps and samples of its checkpoint.
     """
-    log = metrics.read_metrics(Path(config.run.dir) / "metrics.jsonl")
-    logged = {row.get("step"): metrics.number(row.get("tokens")) for row in log}
-    logged[0] = 0.0
     before, after = logged.get(step - 1), logged.get(step)
     if before is not None and after is not None:
-        return range(int(before) // config.data.sequence_length, int(after) // config.data.sequence_length)
+        return range(int(before) // length, int(after) // length)
     known = done if step > done[0] else (0, 0)
     consumed = schedule.samples_after(step - 1, known)
     return range(consumed, consumed + schedule.global_batch_size(consumed))
@@ -254,10 +260,11 @@ def _samples_of(step: int, config: PretrainConfig, schedule: BatchSizeSchedule, 
 def _rows(config: PretrainConfig, tokenizer: Tokenizer, spell: Speller, wanted: Wanted) -> List[Dict[str, Any]]:
     """Rows as training sees them, with the feedback region of one pass."""
     training = config.training
-    done = steps_and_samples(find_resume_point(config).checkpoint)
-    steps, samples = run_length(training, config.data.sequence_length, done)
+    length, checkpoint = config.data.sequence_length, find_resume_point(config).checkpoint
+    done = steps_and_samples(checkpoint)
+    steps, samples = run_length(training, length, done)
     validation = training.eval_iters * training.global_batch_size
-    stages = stage_samples(config, find_resume_point(config).checkpoint)
+    stages = stage_samples(config, checkpoint)
     datasets = build_datasets(config, tokenizer, samples, validation, stages)
     rows, name = (datasets.valid, "rows of validation") if wanted.validation else (datasets.train, "rows")
     if rows is None:
@@ -265,10 +272,11 @@ def _rows(config: PretrainConfig, tokenizer: Tokenizer, spell: Speller, wanted: 
     numbers = _numbers("--row", name, wanted.rows, wanted.random_rows, len(rows), wanted.seed)
     step_of: Dict[int, int] = {}
     schedule = BatchSizeSchedule(training, data_parallel_size=1)
+    logged = _logged_tokens(config.run.dir) if wanted.steps else {}
     for step in wanted.steps:
         if wanted.validation or not 1 <= step <= steps:
             raise ConfigError(f"--step {step}: training has {steps:,} steps; give one from 1 to {steps}")
-        batch = _samples_of(step, config, schedule, done)
+        batch = _samples_of(step, logged, length, schedule, done)
         step_of.update(dict.fromkeys(batch, step))
         numbers += batch
     recipe = Recipe(config.feedback, config.run.seed, training=not wanted.validation)

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ContextManager, Dict, List, Optional, Sequence
+from typing import Any, ContextManager, Dict, List, Sequence
 
 from megatron_fbt.data.corpus_manifest import (
     ENDINGS,
@@ -309,8 +309,3 @@ def total_skipped(records: Sequence[Sequence[ShardRecord]]) -> Dict[str, int]:
             found = record.corpus.skipped
             total.update({kind: n for kind, n in found.items() if i == 0 or kind == EMPTY_TEXT})
     return dict(sorted(total.items()))
-
-
-def find_record(prefix: str) -> Optional[ShardRecord]:
-    """The record of a pair; None if it has none."""
-    return read_record(prefix) if record_path(prefix).exists() else None
