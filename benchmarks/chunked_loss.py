@@ -15,7 +15,7 @@ from typing import Callable, Dict
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from pairs import alternate_with_noise, format_table, to_json  # noqa: E402
+from pairs import alternate_with_noise, format_table, number_of_pairs, to_json  # noqa: E402
 
 from megatron_fbt.config.pretrain import PretrainConfig  # noqa: E402
 from megatron_fbt.core.grad_sync import wrap_for_data_parallel  # noqa: E402
@@ -88,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--pairs", type=int, default=8, help="pairs in each comparison")
+    parser.add_argument("--pairs", type=number_of_pairs, default=8, help="pairs in each comparison")
     parser.add_argument("--vocab_size", type=int, default=131072)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden_size", type=int, default=512)

@@ -20,7 +20,7 @@ from typing import Callable, Dict, List, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from pairs import PairResult, format_table, measure, to_json  # noqa: E402
+from pairs import PairResult, format_table, measure, number_of_pairs, to_json  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
@@ -90,7 +90,7 @@ def compare(folder: Path, gigabytes: float, rounds: int) -> Dict[str, PairResult
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.1, help="of the model in float32 (default: 1.1)")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--rounds", type=number_of_pairs, default=5, help="default: 5")
     parser.add_argument("--folder", help="where to work (default: the system's folder for temporary files)")
     parser.add_argument("--quick", action="store_true", help="a tiny model: whether it runs, not how fast")
     parser.add_argument("--json", metavar="FILE", help="also write every ratio to a file")

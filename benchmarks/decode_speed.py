@@ -18,7 +18,7 @@ from typing import Callable, Dict, List, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from pairs import PairResult, format_table, measure, to_json  # noqa: E402
+from pairs import PairResult, format_table, measure, number_of_pairs, to_json  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig  # noqa: E402
 from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
@@ -172,7 +172,7 @@ def compare(setup: Measurement, batch_size: int) -> Dict[str, PairResult]:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds that count (default: 15)")
+    parser.add_argument("--rounds", type=number_of_pairs, default=15, help="rounds that count (default: 15)")
     parser.add_argument("--new_tokens", type=int, default=24, help="decoded tokens a round (default: 24)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

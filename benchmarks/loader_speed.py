@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from pairs import PairResult, format_table, measure  # noqa: E402
+from pairs import PairResult, format_table, measure, number_of_pairs  # noqa: E402
 
 from megatron_fbt.config.pretrain import PretrainConfig  # noqa: E402
 from megatron_fbt.data.batch import BatchReader, load_micro_batches  # noqa: E402
@@ -55,7 +55,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser.add_argument("--micro_batches", type=int, default=8, help="of a step (default: 8)")
     parser.add_argument("--micro_batch_size", type=int, default=4, help="rows of one (default: 4)")
     parser.add_argument("--steps", type=int, default=40, help="of a round (default: 40)")
-    parser.add_argument("--rounds", type=int, default=8, help="that count (default: 8)")
+    parser.add_argument("--rounds", type=number_of_pairs, default=8, help="that count (default: 8)")
     parser.add_argument("--step_ms", type=float, default=60.0, help="a step's own time, for the wait (default: 60)")
     parser.add_argument("--quick", action="store_true", help="a small corpus and few rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

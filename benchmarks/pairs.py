@@ -4,6 +4,7 @@ Slow drifts of the machine (heat, other users) hit both halves of a pair alike, 
 steady where means of separate runs are not. The ratio of a thing to itself, from the same run, shows what is noise.
 """
 
+import argparse
 import json
 import statistics
 import time
@@ -36,6 +37,17 @@ class PairResult:
         ratios = [one / other for one, other in zip(a, b, strict=True)]
         first, _, third = statistics.quantiles(ratios, n=4, method="inclusive")
         return cls(ratios, statistics.median(ratios), (first, third), statistics.median(a), statistics.median(b))
+
+
+def number_of_pairs(text: str) -> int:
+    """An option's value: a whole number of at least two, which quartiles need.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    if not text.isascii() or not text.isdigit() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least 2")
+    return int(text)
 
 
 def measure(rounds: int, *things: Callable[[], object], warm_up: int = 1, own_clock: bool = False) -> List[List[float]]:

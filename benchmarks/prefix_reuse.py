@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
 from hf_unrolled_baseline import Shape  # noqa: E402
-from pairs import alternate, format_table, to_json  # noqa: E402
+from pairs import alternate, format_table, number_of_pairs, to_json  # noqa: E402
 from step_time import build_config, random_batches  # noqa: E402
 
 from megatron_fbt.core.parallel import Layout, initialize_parallel  # noqa: E402
@@ -88,7 +88,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--pairs", type=int, default=6, help="pairs in each comparison")
+    parser.add_argument("--pairs", type=number_of_pairs, default=6, help="pairs in each comparison")
     parser.add_argument("--rows", type=int, default=8, help="rows of a step, in micro-batches")
     parser.add_argument("--micro_batch_size", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1, help="stages, one process each")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch.distributed as dist  # noqa: E402
 from hf_unrolled_baseline import Shape  # noqa: E402
-from pairs import PairResult, format_table, measure, to_json  # noqa: E402
+from pairs import PairResult, format_table, measure, number_of_pairs, to_json  # noqa: E402
 from step_time import build_config, random_batches  # noqa: E402
 
 from megatron_fbt.config.memory_report import SHARDINGS  # noqa: E402
@@ -61,7 +61,7 @@ def compare(shape: Shape, rounds: int) -> Dict[str, PairResult]:
 def main(argv: Sequence[str]) -> int:
     """Start the ranks, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--rounds", type=number_of_pairs, default=5, help="default: 5")
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: shows that the script runs")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from hf_unrolled_baseline import Shape  # noqa: E402
 from hf_unrolled_baseline import build_step as build_unrolled_step  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
-from pairs import PairResult, alternate_with_noise, format_table, to_json  # noqa: E402
+from pairs import PairResult, alternate_with_noise, format_table, number_of_pairs, to_json  # noqa: E402
 
 from megatron_fbt.config.pretrain import PretrainConfig  # noqa: E402
 from megatron_fbt.core.cpu import cuda_type_names  # noqa: E402
@@ -172,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--pairs", type=int, default=20, help="pairs in each comparison")
+    parser.add_argument("--pairs", type=number_of_pairs, default=20, help="pairs in each comparison")
     parser.add_argument("--only", action="append", default=[], choices=list(BARS), help="run this comparison only")
     parser.add_argument("--small", action="store_true", help="a tiny model: shows that the script runs, not how fast")
     parser.add_argument("--json", action="store_true", help="every ratio, as one JSON object")

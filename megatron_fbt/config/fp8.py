@@ -20,6 +20,11 @@ def precision_problems(config: PretrainConfig) -> List[str]:
             f"precision.gradient_accumulation_fusion = true: optimizer.sharding = {sharding!r} has no buffers that "
             "layers could add gradients to; set it to false, or optimizer.sharding to megatron"
         ]
+    if config.precision.dtype == "fp16" and sharding in ZERO_STAGES:
+        return [
+            f"precision.dtype = 'fp16': optimizer.sharding = {sharding!r} steps without the loss scale that it needs; "
+            "set it to bf16, or optimizer.sharding to megatron"
+        ]
     if config.precision.fp8 is None:
         return []
     return _backend_problems(config) + _layer_problems(config) + _delayed_problems(config) + _dimension_problems(config)

@@ -76,7 +76,7 @@ def rank_memory(
         data_parallel_size: ranks over which states are sharded.
         vocab_size: entries of the vocabulary, without padding.
     """
-    zero, low = ZERO_STAGES.get(sharding, 0), config.precision.dtype == "bf16"
+    zero, low = ZERO_STAGES.get(sharding, 0), config.precision.dtype != "fp32"
     shared = -(-held.total // data_parallel_size)
     stepped = held.total if sharding == "none" else shared
     moments = 8 * stepped - (4 * held.hidden_matrices if config.optimizer.type == "muon" else 0)
@@ -108,7 +108,7 @@ def _activations(config: PretrainConfig, stage: int) -> int:
     """Bytes that layers, fusion and final norm keep for the backward."""
     layers = stage_layers(config.parallel, config.model.num_layers)[stage]
     hidden = config.model.hidden_size // _sequence_shards(config)
-    number = 2 if config.precision.dtype == "bf16" else 4
+    number = 4 if config.precision.dtype == "fp32" else 2
     alive, mode = passes_in_flight(config, stage), config.memory.recompute
     early = config.memory.recompute_passes == "early"
     plain = min(alive, 1) if early and mode != "none" else (alive if mode == "none" else 0)
@@ -154,7 +154,7 @@ def _logits(config: PretrainConfig, stage: int, vocab_size: int) -> int:
     tensor = parallel.tensor_model_parallel_size
     rows = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tensor) // tensor
     if config.memory.chunks_loss(config.optimizer.sharding):
-        kept = (2 if config.precision.dtype == "bf16" else 4) * config.model.hidden_size // _sequence_shards(config)
+        kept = (4 if config.precision.dtype == "fp32" else 2) * config.model.hidden_size // _sequence_shards(config)
         chunk = min(int(config.memory.loss_chunk_mib * 2**20), 4 * _tokens(config) * rows)
         return chunk + _tokens(config) * kept * passes_in_flight(config, stage)
     copies = 2 if config.training.z_loss.coefficient > 0 else 1

@@ -11,8 +11,19 @@ from megatron_fbt.config.rules import Rules, Section
 class PrecisionConfig(Section):
     """Formats of weights, activations and gradients."""
 
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    """bf16 keeps fp32 master weights and optimizer states, and reduces gradients in fp32."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """bf16 and fp16 keep fp32 master weights and optimizer states, and reduce gradients in fp32; fp16 scales the loss.
+    Not fp16 with DeepSpeed's shardings."""
+    loss_scale: Optional[float] = None
+    """Constant factor of the loss, which is a sum over tokens, with fp16; null = one that follows the gradients."""
+    initial_loss_scale: float = 2.0**15
+    """Factor of the first step; a step whose gradients overflow is skipped."""
+    min_loss_scale: float = 1.0
+    """Smallest factor; an overflow there counts as a bad step (training.max_bad_steps)."""
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which the factor doubles."""
+    hysteresis: int = 2
+    """Overflows before the factor halves, counted anew whenever it has doubled."""
     fp8: Optional[Literal["e4m3", "hybrid"]] = None
     """Format of the layers' products: e4m3, or with output gradients in e5m2 (hybrid); null = no FP8."""
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
@@ -50,7 +61,9 @@ class PrecisionConfig(Section):
         """See Section."""
         rules = Rules("precision", self)
         rules.integers("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", low=0)
-        rules.integers("fp8_amax_history_len")
+        rules.integers("fp8_amax_history_len", "loss_scale_window", "hysteresis")
+        rules.numbers("loss_scale", "initial_loss_scale", "min_loss_scale", above=True)
+        self._loss_scale_rules(rules)
         switches = (
             "fp8_emulated",
             "num_layers_at_start_in_bf16",
@@ -65,6 +78,16 @@ class PrecisionConfig(Section):
         if rules.usable("dtype", "fp8") and self.fp8 is not None:
             self._fp8_rules(rules, delayed)
         return rules.problems
+
+    def _loss_scale_rules(self, rules: Rules) -> None:
+        moving = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        full = rules.usable("dtype") and self.dtype != "fp16"
+        self._unused(rules, full, f"precision.dtype = {self.dtype!r} needs no loss scale", "loss_scale", *moving)
+        constant = self.dtype == "fp16" and self.loss_scale is not None
+        self._unused(rules, constant, f"precision.loss_scale = {self.loss_scale} is constant", *moving)
+        if rules.usable("initial_loss_scale", "min_loss_scale") and self.min_loss_scale > self.initial_loss_scale:
+            why = f"above precision.initial_loss_scale = {self.initial_loss_scale:g}"
+            rules.add("min_loss_scale", why, "give at most that")
 
     def _fp8_rules(self, rules: Rules, delayed: bool) -> None:
         allowed = ("bf16", "fp32") if self.fp8_emulated else ("bf16",)

@@ -87,6 +87,7 @@ def build_megatron_optimizer(config: OptimizerConfig, model: DistributedDataPara
         adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
         bf16=stage.config.bf16,
+        fp16=stage.config.fp16,
         params_dtype=stage.config.params_dtype,
         use_distributed_optimizer=config.sharding == "megatron",
     )
@@ -102,6 +103,7 @@ def build_megatron_optimizer(config: OptimizerConfig, model: DistributedDataPara
     with cuda_type_names():
         chained = get_megatron_optimizer(options, [model], config_overrides=overrides, use_gloo_process_groups=False)
     (optimizer,) = chained.chained_optimizers
+    optimizer.grad_scaler = None  # gradients are scaled back together with their division by the tokens
     if config.type == "muon":
         install_muon(config, stage, optimizer)
     return optimizer

@@ -36,12 +36,15 @@ class Recipe:
     """Factor of the extra passes' weight in this step, see LossWeightsConfig.warmup_steps."""
     z_loss: float = 0.0
     """Coefficient of the squared log sum exp of the logits in this step."""
+    loss_scale: float = 1.0
+    """Factor of the whole objective, and so of every gradient."""
 
     def weights(self, passes: int) -> List[float]:
-        """Weight of each pass in the loss of this step; validation weighs all alike, however many."""
+        """Weight of each pass in the loss of this step, scaled; validation weighs all alike, however many."""
         if not self.training:
             return [1.0] * passes
-        return pass_loss_weights(self.feedback.loss_weights, passes, self.extra_factor)
+        weights = pass_loss_weights(self.feedback.loss_weights, passes, self.extra_factor)
+        return [self.loss_scale * weight for weight in weights]
 
     def fused(self, batch: MicroBatch, pass_number: int) -> torch.Tensor:
         """Positions fused in a pass: [b, s] bool. Validation has no mix-in; with granularity prompt the data decide."""
@@ -247,7 +250,7 @@ class PassView(torch.nn.Module):
         for index, end in repeated:
             self.totals.add(index, losses[:end].sum(), mask.sum())
         if squares is not None:
-            self.totals.z_loss += (normalizers.detach().square() * squares).sum()
+            self.totals.z_loss += (normalizers.detach().square() * squares).sum() / self.recipe.loss_scale
         return objective
 
 
@@ -302,8 +305,8 @@ def run_passes(
 ) -> PassTotals:
     """Forward and, unless forward_only, backward of K passes over the micro-batches of this rank.
 
-    Gradients are those of the *sum* over this rank's loss tokens of sum_k w_k NLL_k; they are neither reduced over
-    ranks nor divided.
+    Gradients are those of the *sum* over this rank's loss tokens of sum_k w_k NLL_k, times recipe.loss_scale; they
+    are neither reduced over ranks nor divided.
 
     Args:
         stage: this rank's stage.

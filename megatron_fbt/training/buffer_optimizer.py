@@ -1,6 +1,7 @@
 """AdamW or Muon by Megatron-Core: one step of reduce, measure, clip, update, with a single host synchronisation."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import Callable, Iterator, List, Optional
@@ -23,6 +24,7 @@ from megatron_fbt.core.grad_sync import (
 from megatron_fbt.core.optimizer_state import OwnedState
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import PassTotals
+from megatron_fbt.training.loss_scaler import LossScaler
 from megatron_fbt.training.optimizer import HeldBytes, Optimizer, StepReport, clip_factor, moment_bytes
 
 
@@ -33,11 +35,18 @@ class BufferOptimizer(Optimizer):
         config: optimizer section.
         model: the stage in its gradient buffers.
         layout: this process's place.
+        scaler: of fp16 gradients.
     """
 
-    def __init__(self, config: OptimizerConfig, model: DistributedDataParallel, layout: Layout):
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model: DistributedDataParallel,
+        layout: Layout,
+        scaler: Optional[LossScaler] = None,
+    ):
         super().__init__(config, layout)
-        self.model = model
+        self.model, self.scaler = model, scaler
         self.megatron = build_megatron_optimizer(config, model)
 
     @property
@@ -63,16 +72,24 @@ class BufferOptimizer(Optimizer):
         with cuda_type_names():
             self.megatron.prepare_grads()
         sums = self._sum_over_ranks(totals, stop_requested, busy, self._squares())
-        report = self._judged(sums.report(math.sqrt(sums.squares)))
+        report = self._judged(self._scaled(sums.report(math.sqrt(sums.squares) / self.loss_scale)))
         if not report.skipped:
-            factor = clip_factor(report.grad_norm, self.config.clip_grad) / sums.divisor
+            factor = clip_factor(report.grad_norm, self.config.clip_grad) / (sums.divisor * self.loss_scale)
             gradients = main_gradients(self.megatron)
             if gradients:
                 torch._foreach_mul_(gradients, factor)
             with torch.no_grad(), self._dormant_fusion(fusion_active):
                 self.megatron.step_with_ready_grads()
         self._count(report, fusion_active)
+        if self.scaler is not None and (report.overflow or math.isfinite(report.grad_norm)):
+            self.scaler.update(report.overflow)
         return report
+
+    def _scaled(self, report: StepReport) -> StepReport:
+        """The report, which says whether a smaller loss scale would have helped."""
+        finite_loss = all(map(math.isfinite, [*report.loss_per_pass, report.z_loss]))
+        overflow = self.scaler is not None and self.scaler.may_fall and report.skipped and finite_loss
+        return dataclasses.replace(report, overflow=overflow)
 
     @torch.no_grad()
     def _squares(self) -> torch.Tensor:

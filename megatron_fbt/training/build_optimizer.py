@@ -8,6 +8,7 @@ from megatron_fbt.core.grad_sync import wrap_for_data_parallel
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.training.buffer_optimizer import BufferOptimizer
+from megatron_fbt.training.loss_scaler import LossScaler
 from megatron_fbt.training.optimizer import Optimizer
 
 
@@ -28,4 +29,5 @@ def build_optimizer(
         return ZeroOptimizer(config.optimizer, deepspeed_settings(config, layout.data_size), stage, layout)
     overlap = config.parallel.overlap_grad_reduce
     model = wrap_for_data_parallel(stage, config.optimizer.sharding, overlap, bucket_size)
-    return BufferOptimizer(config.optimizer, model, layout)
+    scaler = LossScaler(config.precision) if config.precision.dtype == "fp16" else None
+    return BufferOptimizer(config.optimizer, model, layout, scaler)

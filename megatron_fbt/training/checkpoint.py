@@ -159,6 +159,8 @@ class Checkpointer:
         """
         state = read_trainer_state(checkpoint)
         optimizer.updates, optimizer.fusion_updates = state.updates, state.fusion_updates
+        if optimizer.scaler is not None and state.loss_scaler:
+            optimizer.scaler.restore(state.loss_scaler)
         self._read_into(checkpoint, stage, optimizer, state, [], fp8_pieces(stage))
         groups = optimizer.param_groups
         counts = [state.fusion_updates if group.get(FUSION_GROUP) else state.updates for group in groups]

@@ -16,6 +16,7 @@ from megatron_fbt.core.optimizer_state import OwnedState
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.schedule import PassTotals
 from megatron_fbt.model.loss import pass_loss_weights
+from megatron_fbt.training.loss_scaler import LossScaler
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class StepReport:
     """What the z-loss adds to the objective."""
     spike: Optional[str] = None
     """Why the step was skipped although its numbers are finite."""
+    overflow: bool = False
+    """The loss was finite and the scaled gradient was not: the next step has a smaller loss scale, or is about to."""
     busy: bool = False
     """Some rank was still writing its part of a checkpoint."""
 
@@ -66,7 +69,7 @@ class BatchSums:
         losses, z_loss, norm = [nll / self.divisor for nll in self.nll], self.z_loss / self.divisor, norm / self.divisor
         finite = math.isfinite(norm) and all(map(math.isfinite, [*losses, z_loss]))
         tokens = int(self.tokens) if finite else 0
-        return StepReport(losses, norm, tokens, not finite, self.stops > 0, z_loss, None, self.writers > 0)
+        return StepReport(losses, norm, tokens, not finite, self.stops > 0, z_loss, busy=self.writers > 0)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,14 @@ class Optimizer(ABC):
         """Updates made so far: the optimizer's step count."""
         self.fusion_updates = 0
         """Updates of the fusion layer, which sleeps until the first multi-pass batch."""
+
+    scaler: Optional[LossScaler] = None
+    """Of fp16 gradients."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor that the loss of the next step must have."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
     @abstractmethod

@@ -57,6 +57,8 @@ class TrainerState:
     """Losses of pass 1 that training.spikes compares the next step with."""
     recent_grad_norms: List[float] = dataclasses.field(default_factory=list)
     """Gradient norms of these steps."""
+    loss_scaler: List[float] = dataclasses.field(default_factory=list)
+    """With precision.dtype fp16: loss scale, steps since an overflow, overflows until it falls."""
 
     @property
     def fusion_active(self) -> bool:

@@ -1,6 +1,7 @@
 """The training loop: batches in, optimizer steps, reports and checkpoints out."""
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Optional, Tuple
@@ -147,7 +148,7 @@ class Trainer:
             state.switch_on_step = state.step
         if config.model.attention_dropout or config.model.hidden_dropout:
             seed_dropout(config.run.seed, state.step)
-        lr = self.learning_rate.apply(self.optimizer, state.consumed_samples)
+        lr, recipe = self.learning_rate.apply(self.optimizer, state.consumed_samples), self._recipe()
         diagnostics = PassDiagnostics(passes, self.layout) if self._diagnostics_due() else None
         self.stage.train()
         self.optimizer.zero_grad()
@@ -155,7 +156,7 @@ class Trainer:
             self.stage,
             self._micro_batches(),
             passes,
-            self._recipe(),
+            recipe,
             on_last_backward=self.optimizer.on_last_backward,
             diagnostics=diagnostics,
             through=self.optimizer.through,
@@ -164,7 +165,7 @@ class Trainer:
         self.checkpointer.wait_for_copy()
         report = self.optimizer.step(totals, state.fusion_active, stop, self.checkpointer.busy)
         self._count(passes, report)
-        row = self._row(passes, lr, report)
+        row = self._row(passes, lr, report, recipe)
         if diagnostics is not None:
             row.update(diagnostics.reduce())
         return row, report
@@ -178,7 +179,8 @@ class Trainer:
         step, training = self.state.step, self.config.training
         factor = self.config.feedback.loss_weights.extra_factor(step, self.state.switch_on_step)
         z_loss = training.z_loss.coefficient_at(step, self.plan.train_steps)
-        return dataclasses.replace(self.recipe, extra_factor=factor, z_loss=z_loss)
+        loss_scale = self.optimizer.loss_scale
+        return dataclasses.replace(self.recipe, extra_factor=factor, z_loss=z_loss, loss_scale=loss_scale)
 
     def _micro_batches(self) -> List[MicroBatch]:
         began = time.perf_counter()
@@ -214,12 +216,14 @@ class Trainer:
         state.count_passes(passes)
         state.updates, state.fusion_updates = self.optimizer.updates, self.optimizer.fusion_updates
         state.skipped += int(report.skipped)
-        state.bad_in_a_row = state.bad_in_a_row + 1 if report.skipped else 0
+        if not report.overflow:
+            state.bad_in_a_row = state.bad_in_a_row + 1 if report.skipped else 0
+        if self.optimizer.scaler is not None:
+            state.loss_scaler = self.optimizer.scaler.state
 
-    def _row(self, passes: int, lr: float, report: StepReport) -> Dict:
+    def _row(self, passes: int, lr: float, report: StepReport, recipe: Recipe) -> Dict:
         losses = {f"loss_pass_{k}": loss for k, loss in enumerate(report.loss_per_pass, start=1)}
-        weights = self.config.feedback.loss_weights
-        factor = weights.extra_factor(self.state.step - 1, self.state.switch_on_step)
+        weights, factor = self.config.feedback.loss_weights, recipe.extra_factor
         z_loss = {"z_loss": report.z_loss} if self.config.training.z_loss.coefficient else {}
         return {
             "step": self.state.step,
@@ -230,6 +234,7 @@ class Trainer:
             **z_loss,
             "grad_norm": report.grad_norm,
             "lr": lr,
+            **({} if self.optimizer.scaler is None else {"loss_scale": recipe.loss_scale}),
             "tokens": self.state.consumed_samples * self.plan.sequence_length,
             "token_equivalents": self.state.token_equivalents,
             **{f"pass_share_{passes}": share for passes, share in self.state.pass_shares.items()},
@@ -251,10 +256,10 @@ class Trainer:
         if not report.skipped:
             return False
         state, limit = self.state, self.config.training.max_bad_steps
-        reason = report.spike or "the loss or the gradient is not finite"
+        reason = report.spike or self._bad_numbers(report)
         samples = [place_of(sample, state.left_out) for sample in (consumed, state.consumed_samples - 1)]
         reporter.skipped(state.step, reason, *samples)
-        if state.bad_in_a_row < limit:
+        if report.overflow or state.bad_in_a_row < limit:
             return False
         if self.checkpointer.pending:
             self._finish_save(reporter)
@@ -268,6 +273,15 @@ class Trainer:
             )
         self._go_back(why, reporter)
         return True
+
+    def _bad_numbers(self, report: StepReport) -> str:
+        scaler = self.optimizer.scaler
+        if scaler is not None and report.overflow:
+            return f"fp16 gradients overflow; the loss scale is {scaler.scale:g} now"
+        if scaler is not None and all(map(math.isfinite, report.loss_per_pass)):
+            field = "precision.loss_scale" if scaler.constant else "precision.min_loss_scale"
+            return f"the gradient is not finite, and the loss scale cannot fall below {field}"
+        return "the loss or the gradient is not finite"
 
     def _go_back(self, why: str, reporter: Reporter) -> None:
         """Return to the last good checkpoint, and go on without the data that were read since."""

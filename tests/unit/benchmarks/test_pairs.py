@@ -1,5 +1,6 @@
 """Paired timing and the hand-written yardstick."""
 
+import argparse
 import json
 import time
 
@@ -8,7 +9,15 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.hf_unrolled_baseline import Shape, UnrolledLlama, build_step
-from benchmarks.pairs import PairResult, alternate, alternate_with_noise, format_table, measure, to_json
+from benchmarks.pairs import (
+    PairResult,
+    alternate,
+    alternate_with_noise,
+    format_table,
+    measure,
+    number_of_pairs,
+    to_json,
+)
 
 TINY = Shape(32, 2, 4, 2, 64, sequence_length=16, vocab_size=61, micro_batch_size=2)
 
@@ -24,6 +33,15 @@ def test_ratios_median_and_quartiles_of_known_durations():
 def test_too_few_or_unequal_durations_are_refused(a, b):
     with pytest.raises(ValueError, match="durations"):
         PairResult.from_durations(a, b)
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-3", "2.5", "two", "", "²"])
+def test_fewer_than_two_pairs_are_refused_when_options_are_read(text):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--pairs", type=number_of_pairs)
+    with pytest.raises(argparse.ArgumentError, match="at least 2"):
+        parser.parse_args([f"--pairs={text}"])
+    assert parser.parse_args(["--pairs", "2"]).pairs == 2
 
 
 def test_each_round_runs_everything_once_and_nobody_is_always_first():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.core.schedule import Recipe
 from megatron_fbt.errors import BadNumbersError, StoppedBySignal
 from megatron_fbt.training import trainer as trainer_module
 from megatron_fbt.training.optimizer import StepReport
@@ -35,6 +36,7 @@ class MarkedTrainer(Trainer):
         self.checkpointer = SimpleNamespace(pending=False, facts={})
         self.stragglers = SimpleNamespace(look=lambda step, say: None)
         self.ahead, self.data_wait_s = None, 0.0
+        self.optimizer = SimpleNamespace(scaler=None)
         self.stops, self.bad, self.marks, self.clock = stops, bad, [], 0.0
 
     def _step(self, signals):
@@ -46,7 +48,7 @@ class MarkedTrainer(Trainer):
         self.state.consumed_samples += 8
         self.state.skipped += skipped
         self.state.bad_in_a_row = self.state.bad_in_a_row + 1 if skipped else 0
-        return self._row(1, 0.1, report), report
+        return self._row(1, 0.1, report, Recipe(self.config.feedback, 0, True)), report
 
     def _validate(self, sequential):
         assert not sequential, "the fusion layer is untrained"
