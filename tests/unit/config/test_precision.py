@@ -29,7 +29,9 @@ def test_each_problem_names_field_value_and_remedy(values, parts):
     assert len(problems) == 1 and all(part in problems[0] for part in parts), problems
 
 
-@pytest.mark.parametrize("values", [{}, {"loss_scale": 3.0}, {"initial_loss_scale": 1.0}, {"hysteresis": 1}])
+@pytest.mark.parametrize(
+    "values", [{}, {"loss_scale": 3.0}, {"initial_loss_scale": 1}, {"min_loss_scale": 1e-4}, {"hysteresis": 1}]
+)
 def test_what_is_allowed(values):
     assert PrecisionConfig(dtype="fp16", **values).problems() == []
 

@@ -48,7 +48,6 @@ NUMBERS_ABOVE_ZERO = {
     "checkpoint": "lease_seconds",
     "optimizer": "lr muon_lr adam_eps",
     "memory": "loss_chunk_mib",
-    "precision": "initial_loss_scale min_loss_scale",
 }
 NUMBERS_FROM_ZERO = {
     "feedback.loss_weights": "first_pass extra_passes",
@@ -98,6 +97,7 @@ REFUSED = [
     *cases({"optimizer": "lr_warmup_steps", "training": "eval_iters max_rewinds", "run": "seed"}, -1, 0.5, NAN, None),
     *cases({"data": "num_workers"}, -1, 0.5, NAN, "1", True),
     *cases({"precision": "loss_scale"}, 0.0, -1.0, NAN, INF, "1", True),
+    *cases({"precision": "initial_loss_scale min_loss_scale"}, 0.0, -1.0, NAN, INF, "1", True, None),
     *cases({"optimizer": "lr_decay_fraction"}, -0.1, 1.1, NAN, None),
     *cases({"feedback.prefix": "probability low high"}, -0.1, 1.1, NAN, INF, "1", True, None),
     *cases({"training.z_loss": "coefficient from_fraction to_fraction"}, -1e-9, NAN, INF, "1", True, None),
