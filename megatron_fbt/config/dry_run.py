@@ -31,6 +31,7 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     checkpoint = find_resume_point(config).checkpoint
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
     plan = make_plan(config, world_size, planned_vocab_size(config), phase_starts, steps_and_samples(checkpoint))
+    config.memory.chosen = plan.recompute
     from megatron_fbt.data.forecast import forecast
 
     data, notes = forecast(config, plan.train_samples, stage_samples(config, checkpoint))

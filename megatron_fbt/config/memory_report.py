@@ -44,17 +44,17 @@ def memory_report(config: PretrainConfig, data_parallel_size: int, vocab_size: i
         data_parallel_size: ranks over which states are sharded.
         vocab_size: entries of the vocabulary, without padding.
     """
+    allowed = [sharding for sharding in SHARDINGS if _allowed(config, sharding)]
+    return {sharding: largest_rank(config, sharding, data_parallel_size, vocab_size) for sharding in allowed}
+
+
+def largest_rank(config: PretrainConfig, sharding: str, data_parallel_size: int, vocab_size: int) -> RankMemory:
+    """The fullest process's memory; arguments as in rank_memory."""
     stages = stage_parameters(config.model, config.parallel, vocab_size)
-    found = {}
-    for sharding in SHARDINGS:
-        if not _allowed(config, sharding):
-            continue
-        ranks = [
-            rank_memory(config, index, held, sharding, data_parallel_size, vocab_size)
-            for index, held in enumerate(stages)
-        ]
-        found[sharding] = max(ranks, key=lambda memory: memory.total)
-    return found
+    ranks = [
+        rank_memory(config, index, held, sharding, data_parallel_size, vocab_size) for index, held in enumerate(stages)
+    ]
+    return max(ranks, key=lambda memory: memory.total)
 
 
 def _allowed(config: PretrainConfig, sharding: str) -> bool:
@@ -109,8 +109,8 @@ def _activations(config: PretrainConfig, stage: int) -> int:
     layers = stage_layers(config.parallel, config.model.num_layers)[stage]
     hidden = config.model.hidden_size // _sequence_shards(config)
     number = 4 if config.precision.dtype == "fp32" else 2
-    alive, mode = passes_in_flight(config, stage), config.memory.recompute
-    early = config.memory.recompute_passes == "early"
+    alive, mode = passes_in_flight(config, stage), config.memory.policy.recompute
+    early = config.memory.policy.recompute_passes == "early"
     plain = min(alive, 1) if early and mode != "none" else (alive if mode == "none" else 0)
     kept = plain * layer_elements(config, "none") + (alive - plain) * layer_elements(config, mode)
     working = layer_elements(config, "none") if mode == "full" else 0

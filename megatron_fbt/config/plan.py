@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from megatron_fbt.config.feedback import FeedbackConfig, resolved_input_scale
+from megatron_fbt.config.memory import RecomputePolicy
 from megatron_fbt.config.memory_report import RankMemory, memory_report, memory_table
 from megatron_fbt.config.parameter_count import count_parameters, padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.recompute_choice import RecomputeOption, choose, option_table, recompute_options, with_policy
 from megatron_fbt.config.reuse import reuse_obstacle, saved_share
 from megatron_fbt.config.rules import step_at_fraction
 from megatron_fbt.training.batch_size import NOTHING_DONE, BatchSizeSchedule, run_length
@@ -36,6 +38,11 @@ class RunPlan:
     sharding: str
     memory: Dict[str, RankMemory]
     """Bytes on the fullest process, under every sharding that the layout allows."""
+    recompute: RecomputePolicy
+    """What is computed again in the backward, as given or as memory.budget_gib has it."""
+    budget_gib: Optional[float]
+    recompute_options: Tuple[RecomputeOption, ...]
+    """What the budget chooses among, the least computation first."""
     sequence_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -72,6 +79,8 @@ class RunPlan:
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
         lines += ["", *memory_table(self.memory, self.sharding), ""]
+        if self.budget_gib is not None:
+            lines += [*option_table(self.recompute_options, self.recompute, self.budget_gib), ""]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _layout_rows(self) -> List[Tuple[str, str]]:
@@ -133,6 +142,9 @@ def make_plan(
         vocab_size: entries of the vocabulary, without padding.
         phase_start_steps: as a resumed run has them; None = those of a new run of this length.
         done: steps and rows of a resumed run.
+
+    Raises:
+        ConfigError: nothing fits memory.budget_gib.
     """
     parallel, model, training = config.parallel, config.model, config.training
     tensor, sequence_length = parallel.tensor_model_parallel_size, config.data.sequence_length
@@ -143,6 +155,8 @@ def make_plan(
     shares, token_equivalents = _expected_passes(config.feedback, starts, steps, batches, sequence_length)
     count = count_parameters(model, vocab_size)
     stages = stage_parameters(model, parallel, vocab_size)
+    options = recompute_options(config, shares, data_parallel_size, vocab_size)
+    policy = choose(config.memory, options)
     return RunPlan(
         world_size=world_size,
         tensor_model_parallel_size=tensor,
@@ -155,7 +169,10 @@ def make_plan(
         fusion_parameters=count.fusion,
         largest_rank_parameters=max(stage.total for stage in stages),
         sharding=config.optimizer.sharding,
-        memory=memory_report(config, data_parallel_size, vocab_size),
+        memory=memory_report(with_policy(config, policy), data_parallel_size, vocab_size),
+        recompute=policy,
+        budget_gib=config.memory.budget_gib,
+        recompute_options=tuple(options),
         sequence_length=sequence_length,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,

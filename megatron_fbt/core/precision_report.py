@@ -98,12 +98,12 @@ def _products(config: PretrainConfig) -> List[Tuple[str, str, str, str]]:
             continue
         name = f"layer {layer}" if layer == first + 1 else f"layers {first + 1} to {layer}"
         value = low if kind else precision.dtype
-        again = value if config.memory.recompute == "full" else "-"
+        again = value if config.memory.policy.recompute == "full" else "-"
         found.append((name, value, value if later else "-", again))
         first = layer
     fusion = low if precision.fp8_fusion else precision.dtype
     head = low if precision.fp8_head else precision.dtype
-    again = precision.dtype if config.memory.recompute != "none" else "-"
+    again = precision.dtype if config.memory.policy.recompute != "none" else "-"
     found.append(("attention scores", precision.dtype, precision.dtype if later else "-", again))
     found.append(("fusion layer", "-", fusion if later else "-", "-"))
     found.append(("output head", head, head if later else "-", "-"))

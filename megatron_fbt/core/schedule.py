@@ -190,8 +190,7 @@ class PassView(torch.nn.Module):
         return loss if self.is_last_pass else AttachLoss.apply(whole, loss)
 
     def _recompute(self) -> str:
-        memory = self.stage.memory
-        return "none" if memory.recompute_passes == "early" and self.is_last_pass else memory.recompute
+        return self.stage.memory.policy.of_pass(last=self.is_last_pass)
 
     def _first_inputs(self, batch: MicroBatch) -> torch.Tensor:
         if self.vp_stage == 0:

@@ -30,16 +30,25 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, vocab_size: 
         sequence_length: s, tokens in a row.
         vocab_size: V, without padding.
     """
+    head = 2 * model.hidden_size * vocab_size
+    return float(FORWARD_AND_BACKWARD * (layer_flops_per_token(model, sequence_length) + head))
+
+
+def layer_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Operations of the FORWARD of all layers in one pass, per token; arguments as in model_flops_per_token."""
     hidden, query_width = model.hidden_size, model.num_attention_heads * model.head_size
     key_value_width = 2 * model.query_groups * model.head_size
     gates = query_width if model.attention_output_gate else 0
     projections = 2 * hidden * (query_width + gates + key_value_width) + 2 * query_width * hidden
+    mlp = 6 * hidden * model.ffn_size
+    return model.num_layers * (projections + mlp) + attention_flops_per_token(model, sequence_length)
+
+
+def attention_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Operations of the FORWARD of scores and values in all layers, per token."""
     layers = range(1, model.num_layers + 1)
     keys = sum(keys_seen(sequence_length, model.window_of(layer)) for layer in layers)
-    attention = 4 * query_width * keys
-    mlp = 6 * hidden * model.ffn_size
-    head = 2 * hidden * vocab_size
-    return float(FORWARD_AND_BACKWARD * (model.num_layers * (projections + mlp) + attention + head))
+    return 4 * model.num_attention_heads * model.head_size * keys
 
 
 def fusion_flops_per_token(model: ModelConfig) -> float:

@@ -110,6 +110,7 @@ REFUSED = [
     *cases({"feedback": "input_scale"}, 0.0, -1.0, NAN, INF, "1", True),
     *cases({"feedback.loss_weights": "warmup_steps"}, -1, 0.5, NAN, None),
     *cases({"training": "wall_clock_limit_s"}, 0.0, -1.0, NAN, INF, "1", True),
+    *cases({"memory": "budget_gib"}, 0.0, -1.0, NAN, INF, "1", True),
     *cases({"logging": "straggler_factor"}, 0.9, -1.0, NAN, INF, "2", True, None),
     *cases({"training.spikes": "loss_factor grad_norm_factor"}, 1.0, 0.0, -1.0, NAN, INF, "2", True),
     *cases({"run": "dir"}, "", "  ", 3, None),
