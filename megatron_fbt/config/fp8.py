@@ -27,7 +27,8 @@ def precision_problems(config: PretrainConfig) -> List[str]:
         ]
     if config.precision.fp8 is None:
         return []
-    return _backend_problems(config) + _layer_problems(config) + _delayed_problems(config) + _dimension_problems(config)
+    problems = _backend_problems(config) + _weight_problems(config) + _head_problems(config)
+    return problems + _layer_problems(config) + _delayed_problems(config) + _dimension_problems(config)
 
 
 def _backend_problems(config: PretrainConfig) -> List[str]:
@@ -56,6 +57,35 @@ def _backend_problems(config: PretrainConfig) -> List[str]:
             "while Transformer Engine keeps their 8-bit copies through a step; set optimizer.sharding to megatron"
         )
     return problems
+
+
+def _weight_problems(config: PretrainConfig) -> List[str]:
+    """Megatron-Core's sharded optimizer alone rounds its fp32 masters to 8 bits again after a step."""
+    precision, sharding = config.precision, config.optimizer.sharding
+    if not precision.fp8_param_gather:
+        return []
+    field = "precision.fp8_param_gather = true"
+    if precision.fp8_emulated:
+        return [
+            f"{field}: precision.fp8_emulated = true rounds copies of weights, which stay in precision.dtype; set it "
+            "to false, or precision.fp8_emulated to false"
+        ]
+    if sharding == "megatron":
+        return []
+    return [
+        f"{field}: optimizer.sharding = {sharding!r} gathers no weights that a step has rounded to 8 bits; set it to "
+        "false, or optimizer.sharding to megatron"
+    ]
+
+
+def _head_problems(config: PretrainConfig) -> List[str]:
+    """The loss over chunks computes logits from the head's weight, without the head's FP8 product."""
+    if not (config.precision.fp8_head and config.memory.chunked_loss):
+        return []
+    return [
+        "memory.chunked_loss = true: precision.fp8_head = true computes all logits in one FP8 product; set it to null "
+        "or false, or precision.fp8_head to false"
+    ]
 
 
 def _layer_problems(config: PretrainConfig) -> List[str]:

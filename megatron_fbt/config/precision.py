@@ -39,6 +39,9 @@ class PrecisionConfig(Section):
     """The fusion layer's products in FP8, too."""
     fp8_head: bool = False
     """The output head in FP8, too (fp8_emulated alone)."""
+    fp8_param_gather: bool = False
+    """Weights of FP8 products are kept and gathered in FP8, beside fp32 masters. Needs Transformer Engine and
+    optimizer.sharding megatron."""
     fp8_amax_history_len: int = 1024
     """Updates of the scales whose largest values the delayed recipe keeps."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
@@ -70,6 +73,7 @@ class PrecisionConfig(Section):
             "num_layers_at_end_in_bf16",
             "fp8_fusion",
             "fp8_head",
+            "fp8_param_gather",
         )
         self._unused(rules, self.fp8 is None, "precision.fp8 is null", "fp8_recipe", *switches)
         delayed = self.fp8 is not None and self.fp8_recipe == "delayed"

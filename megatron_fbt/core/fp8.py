@@ -11,7 +11,9 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fbt.config.precision import PrecisionConfig
@@ -159,6 +161,27 @@ def fp8_state(stage: torch.nn.Module) -> Iterator[Tuple[str, Dict[str, Tensor]]]
     for name, module in stage.named_modules():
         if isinstance(module, EmulatedProducts) and module.is_delayed:
             yield name, {"amax_history": module.amax_history, "scales": module.scales}
+        elif stage.config.fp8 and stage.config.fp8_recipe == "delayed" and _has_products(module):
+            yield name, _engine_state(module, stage.config)
+
+
+def _has_products(module: torch.nn.Module) -> bool:
+    """Whether it is a linear layer of Transformer Engine."""
+    return hasattr(module, "fp8_meta") and "weight" in module._parameters
+
+
+@torch.no_grad()  # at its end a context updates the scales of all modules where gradients are on
+def _engine_state(module: torch.nn.Module, config: TransformerConfig) -> Dict[str, Tensor]:
+    """What Transformer Engine updates, by the names in its own extra state; made first, as by a first forward."""
+    if "scaling_fwd" not in module.fp8_meta:
+        with get_fp8_context(config):
+            module.init_fp8_metadata(num_gemms=1)
+    directions = {"fwd": module.fp8_meta["scaling_fwd"], "bwd": module.fp8_meta["scaling_bwd"]}
+    return {
+        f"{kind}_{direction}": getattr(state, kind)
+        for direction, state in directions.items()
+        for kind in ("scale", "amax_history")
+    }
 
 
 def fp8_pieces(stage: torch.nn.Module) -> List[Piece]:

@@ -36,6 +36,8 @@ def wrap_for_data_parallel(
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=sharding == "megatron",
         bucket_size=bucket_size,
+        fp8_param_gather=stage.config.fp8_param,
+        reuse_grad_buf_for_mxfp8_param_ag=_gathers_through_gradients(stage),
     )
     model = DistributedDataParallel(stage.config, options, stage)
     for group in model.bucket_groups:
@@ -44,6 +46,11 @@ def wrap_for_data_parallel(
         group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
         group.is_first_batch = False
     return model
+
+
+def _gathers_through_gradients(stage: FBTStage) -> bool:
+    """Weights in mxfp8 cannot lie in a buffer: Megatron-Core gathers them in bf16, in the memory of their gradients."""
+    return stage.config.fp8_param and stage.config.fp8_recipe == "mxfp8"
 
 
 def disarm_reduction(model: DistributedDataParallel) -> None:
@@ -90,6 +97,8 @@ def build_megatron_optimizer(config: OptimizerConfig, model: DistributedDataPara
         fp16=stage.config.fp16,
         params_dtype=stage.config.params_dtype,
         use_distributed_optimizer=config.sharding == "megatron",
+        fp8_recipe=stage.config.fp8_recipe if stage.config.fp8_param else None,
+        reuse_grad_buf_for_mxfp8_param_ag=_gathers_through_gradients(stage),
     )
     overrides = {
         ParamKey(predicate=ParamPredicate(name="vector", fn=lambda param: param.dim() == 1)): {"wd_mult": 0.0},

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Dict, List, Optional, Tuple
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -67,6 +68,19 @@ def owned_state(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Owne
         values = {MASTER: main, **values}
     begin, _ = _owned_range(optimizer, param)
     return OwnedState(begin, {kind: value.detach().view(-1) for kind, value in values.items()})
+
+
+def owned_weight(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Optional[OwnedState]:
+    """This rank's part of a weight in 8 bits, under the kind "": a copy of its master, rounded as other weights are.
+
+    None for any other weight, which every rank holds as it is to be written.
+    """
+    if not is_float8tensor(param):
+        return None
+    main = _main_param(optimizer, param)
+    begin, _ = (0, 0) if main is None else _owned_range(optimizer, param)
+    master = torch.empty(0) if main is None else main.detach().view(-1)
+    return OwnedState(begin, {"": master.to(param.dtype)})
 
 
 def is_sharded(optimizer: MegatronOptimizer) -> bool:

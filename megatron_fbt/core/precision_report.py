@@ -24,6 +24,8 @@ class PrecisionReport:
     """Layer backend; None = this machine cannot run the configuration."""
     problem: Optional[str]
     """Why it cannot."""
+    weights: str
+    """What they are kept and gathered in."""
     fused_weight_gradients: bool
     products: List[Tuple[str, str, str, str]]
     """Part of the model, then the format of its products in pass 1, in later passes and when computed again."""
@@ -37,6 +39,7 @@ class PrecisionReport:
         """Aligned tables for a person."""
         facts = [*self.installed.items(), ("device here", self.device)]
         facts.append(("layer backend", self.backend or "none: not on this machine"))
+        facts.append(("weights", self.weights))
         facts.append(
             ("weight gradients", "added in fp32 by Apex's kernel" if self.fused_weight_gradients else "PyTorch")
         )
@@ -58,7 +61,7 @@ def precision_report(config: PretrainConfig) -> PrecisionReport:
         backend, fused = backend_of(config), fuses_weight_gradients(config)
     except ConfigError as error:
         problem = str(error)
-    return PrecisionReport(_installed(), _device(), backend, problem, fused, _products(config))
+    return PrecisionReport(_installed(), _device(), backend, problem, _weights(config), fused, _products(config))
 
 
 def _installed() -> Dict[str, str]:
@@ -84,6 +87,13 @@ def _device() -> str:
         return "no GPU"
     major, minor = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+
+
+def _weights(config: PretrainConfig) -> str:
+    precision = config.precision
+    kept = f"fp8 e4m3 where products are fp8, {precision.dtype} elsewhere"
+    kept = kept if precision.fp8_param_gather else precision.dtype
+    return f"{kept}; updated in fp32" if precision.dtype != "fp32" else kept
 
 
 def _products(config: PretrainConfig) -> List[Tuple[str, str, str, str]]:

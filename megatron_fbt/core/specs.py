@@ -89,6 +89,7 @@ def _fp8_options(precision: PrecisionConfig) -> Dict[str, Any]:
         "fp8_recipe": precision.fp8_recipe,
         "fp8_amax_history_len": precision.fp8_amax_history_len,
         "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+        "fp8_param": precision.fp8_param_gather,
         "first_last_layers_bf16": first + last > 0,
         "num_layers_at_start_in_bf16": first,
         "num_layers_at_end_in_bf16": last,
@@ -193,7 +194,11 @@ def column_linear(config: PretrainConfig, low: bool) -> Callable:
         return emulated(plain, config.precision)
     from megatron.core.extensions import transformer_engine as te
 
-    return functools.partial(te.TEColumnParallelLinear, skip_bias_add=False, is_expert=False)
+    def build(*args, config: TransformerConfig, **kwargs) -> torch.nn.Module:
+        with get_fp8_context(config, is_init=True):  # its weight in FP8, with fp8_param
+            return te.TEColumnParallelLinear(*args, config=config, skip_bias_add=False, is_expert=False, **kwargs)
+
+    return build
 
 
 def fusion_context(config: PretrainConfig, mcore: TransformerConfig) -> Callable[[], ContextManager]:

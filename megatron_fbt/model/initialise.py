@@ -108,4 +108,11 @@ def initialise_parameters(
         values = flat.view(param.shape)
         if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             values[max(vocab_size - tensor_rank * param.size(0), 0) :] = 0.0
-        param.copy_(values)
+        _fill(param, values.to(param.device, param.dtype))
+
+
+def _fill(param: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Set a weight, and what Transformer Engine holds beside one in 8 bits for its master to begin with."""
+    if hasattr(param, "get_high_precision_init_val"):
+        param.get_high_precision_init_val().copy_(values)
+    param.copy_(values)

@@ -8,6 +8,7 @@ from typing import Callable, Iterator, List, Optional
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_fbt.config.optimizer import OptimizerConfig
 from megatron_fbt.core import optimizer_state
@@ -78,7 +79,7 @@ class BufferOptimizer(Optimizer):
             gradients = main_gradients(self.megatron)
             if gradients:
                 torch._foreach_mul_(gradients, factor)
-            with torch.no_grad(), self._dormant_fusion(fusion_active):
+            with torch.no_grad(), self._stepping(lambda group: fusion_active or not group.get(FUSION_GROUP)):
                 self.megatron.step_with_ready_grads()
         self._count(report, fusion_active)
         if self.scaler is not None and (report.overflow or math.isfinite(report.grad_norm)):
@@ -102,24 +103,34 @@ class BufferOptimizer(Optimizer):
         return total
 
     @contextlib.contextmanager
-    def _dormant_fusion(self, active: bool) -> Iterator[None]:
-        """While not active, keep the fusion group away from the inner optimizer: no update, decay or step count."""
+    def _stepping(self, chosen: Callable[[dict], bool]) -> Iterator[None]:
+        """Keep parameter groups that are not chosen away from the inner optimizer: no update, decay or step count."""
         inner = self.megatron.optimizer
         groups = inner.param_groups
-        if not active:
-            inner.param_groups = [group for group in groups if not group.get(FUSION_GROUP)]
+        inner.param_groups = [group for group in groups if chosen(group)]
         try:
             yield
         finally:
             inner.param_groups = groups
 
+    def owned_weight(self, param: torch.nn.Parameter) -> Optional[OwnedState]:
+        """See Optimizer."""
+        return optimizer_state.owned_weight(self.megatron, param)
+
+    def after_loading(self) -> None:
+        """Round weights that are kept in 8 bits from their masters, by a step that changes nothing else."""
+        if self.model.ddp_config.fp8_param_gather:
+            with self._stepping(lambda group: False):
+                self.megatron.step_with_ready_grads()
+
     def held_bytes(self) -> HeldBytes:
         """See Optimizer."""
         weights = list(self.model.module.parameters())
-        storages = {param.untyped_storage().data_ptr() for param in weights}
+        whole = [param for param in weights if not is_float8tensor(param)]
+        storages = {param.untyped_storage().data_ptr() for param in whole}
         masters = [p for p in self.megatron.get_parameters() if p.untyped_storage().data_ptr() not in storages]
         return HeldBytes(
-            sum(param.nbytes for param in weights),
+            sum(param.numel() if is_float8tensor(param) else param.nbytes for param in weights),
             sum(param.nbytes for param in masters),
             moment_bytes(self.megatron.optimizer.state),
         )

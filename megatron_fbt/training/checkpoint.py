@@ -211,6 +211,7 @@ class Checkpointer:
             read_pieces(pieces + [piece for piece in optional if _is_stored(piece, index)], checkpoint, index, verify)
 
         on_all_ranks(read, self.group)
+        optimizer.after_loading()
 
 
 def _describe(stage: FBTStage, optimizer: Optimizer, layout: Layout) -> Dict[str, Any]:

@@ -157,6 +157,9 @@ class Optimizer(ABC):
     def before_loading(self) -> None:  # noqa: B027
         """Called when the weights are about to be replaced."""
 
+    def after_loading(self) -> None:  # noqa: B027
+        """Called on all ranks when the weights have been replaced; collective."""
+
     @abstractmethod
     def owned_state(self, param: torch.nn.Parameter) -> OwnedState:
         """What this rank has of a parameter's state; moments of a parameter that was never stepped are zeros."""

@@ -14,11 +14,10 @@ import torch
 import torch.utils.checkpoint
 from megatron.core import tensor_parallel
 from megatron.core.extensions import transformer_engine as extension
-from megatron.core.transformer import multi_token_prediction, transformer_block  # noqa: F401
+from megatron.core.transformer import multi_token_prediction  # noqa: F401
 
-from megatron_fbt.core import backends, specs
 from megatron_fbt.core.schedule import run_passes
-from megatron_fbt.model.layers import RMSNorm, SDPAttention
+from tests.distributed.engine import replace_engine
 from tests.distributed.model_case import Case, Grid, build, global_batch, start
 
 MICRO_BATCHES = 2
@@ -85,8 +84,8 @@ class Recorder:
         self.products.append((module.place, context, self.recomputing, module.is_first_microbatch))
         module.is_first_microbatch = False
 
-    def layers(self) -> Dict[str, Any]:
-        """Parts of a layer."""
+    def layers(self) -> Tuple[type, type]:
+        """Column- and row-parallel layers."""
         recorder = self
 
         class Column(tensor_parallel.ColumnParallelLinear):
@@ -109,22 +108,17 @@ class Recorder:
                 recorder.product(self)
                 return super().forward(*args, **kwargs)
 
-        return {"norm": RMSNorm, "column": Column, "row": Row, "attention": SDPAttention}
+        return Column, Row
 
 
 def install(recorder: Recorder) -> None:
     """Replace what needs a GPU, in this process."""
-    parts = recorder.layers()
-    backends.fp8_problem = lambda recipe: None
-    plain = specs._layer_parts
-    specs._layer_parts = lambda backend, fp8=None: parts if backend == "transformer_engine" else plain(backend, fp8)
-    specs.get_fp8_context = transformer_block.get_fp8_context = recorder.get_fp8_context
+    column, row = recorder.layers()
+    replace_engine(column, row, recorder.get_fp8_context)
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"):
         sys.modules[name] = ModuleType(name)
     sys.modules["transformer_engine.pytorch.distributed"].checkpoint = recorder.checkpoint
-    extension.TEColumnParallelLinear = lambda *args, skip_bias_add, is_expert, **kwargs: parts["column"](
-        *args, **kwargs
-    )
+    extension.TEColumnParallelLinear = lambda *args, skip_bias_add, is_expert, **kwargs: column(*args, **kwargs)
 
 
 @dataclass

@@ -34,6 +34,7 @@ def recipe(name, **values):
     return {"precision__fp8_recipe": name, **values}
 
 
+LOW_WEIGHTS = {"precision__fp8_param_gather": True, "optimizer__sharding": "megatron"}
 DELAYED = recipe("delayed", feedback__schedule=[PassPhase(0.0, {2: 1.0})])
 
 
@@ -103,6 +104,21 @@ DELAYED = recipe("delayed", feedback__schedule=[PassPhase(0.0, {2: 1.0})])
             make(optimizer__sharding="zero2", precision__gradient_accumulation_fusion=True),
             ["precision.gradient_accumulation_fusion = true", "'zero2'", "set it to false"],
         ),
+        (
+            make(precision__fp8_param_gather=True, optimizer__sharding="megatron"),
+            ["fp8_param_gather = true", "fp8_emulated = true", "set it to false, or precision.fp8_emulated to false"],
+        ),
+        *(
+            (
+                on_gpu(precision__fp8_param_gather=True, optimizer__sharding=sharding),
+                ["fp8_param_gather = true", f"optimizer.sharding = '{sharding}'", "set it to false", "to megatron"],
+            )
+            for sharding in ("none", "zero1", "zero2")
+        ),
+        (
+            make(precision__fp8_head=True, memory__chunked_loss=True),
+            ["memory.chunked_loss = true", "precision.fp8_head = true", "set it to null or false, or"],
+        ),
         (on_gpu(**DELAYED, memory__recompute="full"), ["memory.recompute = 'full'", "last first", "selective"]),
     ],
 )
@@ -120,6 +136,7 @@ def test_impossible_choices_are_refused(config, parts):
         ({"fp8_emulated": True}, ["fp8_emulated = true", "changes nothing"]),
         ({"num_layers_at_end_in_bf16": 1}, ["num_layers_at_end_in_bf16 = 1", "changes nothing"]),
         ({"fp8_head": True}, ["fp8_head = true", "changes nothing"]),
+        ({"fp8_param_gather": True}, ["fp8_param_gather = true", "changes nothing"]),
         ({"fp8_fusion": True}, ["fp8_fusion = true", "changes nothing"]),
         ({"fp8": "e4m3", "fp8_amax_history_len": 3}, ["fp8_amax_history_len = 3", "fp8_recipe is not delayed"]),
         ({"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent"}, ["'most_recent'", "fp8_recipe is not delayed"]),
@@ -148,6 +165,11 @@ def test_what_would_change_nothing_is_refused(values, parts):
         make(optimizer__sharding="zero3", precision__num_layers_at_end_in_bf16=1),
         on_gpu(),
         on_gpu(**DELAYED),
+        *(
+            on_gpu(**recipe(name), **LOW_WEIGHTS, model__ffn_hidden_size=384, feedback__schedule="standard")
+            for name in ("tensorwise", "delayed", "blockwise", "mxfp8")
+        ),
+        make(precision__fp8_head=True, memory__chunked_loss=False),
         on_gpu(**recipe("delayed"), feedback__schedule="standard", memory__recompute="full"),
         on_gpu(optimizer__sharding="zero1", memory__recompute="full", precision__fp8_fusion=True),
     ],

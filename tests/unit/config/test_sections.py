@@ -67,7 +67,7 @@ SWITCHES = {
     "data": "mmap eod_mask_loss reset_attention_mask reset_position_ids",
     "checkpoint": "keep_best async_save verify_on_load",
     "logging": "tensorboard",
-    "precision": "fp8_emulated fp8_fusion fp8_head",
+    "precision": "fp8_emulated fp8_fusion fp8_head fp8_param_gather",
 }
 CHOICES = {
     "model": "input_norm transformer_impl",

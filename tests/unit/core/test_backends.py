@@ -102,6 +102,26 @@ def test_the_report_names_each_part_and_pass(monkeypatch):
     assert report.problem is None
 
 
+@pytest.mark.parametrize(
+    "values, kept",
+    [
+        ({"dtype": "fp32"}, "fp32"),
+        ({}, "bf16; updated in fp32"),
+        ({"fp8": "hybrid"}, "bf16; updated in fp32"),
+        (
+            {"fp8": "hybrid", "fp8_param_gather": True},
+            "fp8 e4m3 where products are fp8, bf16 elsewhere; updated in fp32",
+        ),
+    ],
+)
+def test_the_report_says_what_weights_are_kept_in(monkeypatch, values, kept):
+    pretend(monkeypatch, (9, 0))
+    config = make(**{f"precision__{name}": value for name, value in values.items()})
+    report = precision_report.precision_report(config)
+    assert report.as_dict()["weights"] == kept
+    assert ["weights", kept] in [line.split(maxsplit=1) for line in report.describe().splitlines()]
+
+
 def test_the_report_of_a_machine_that_cannot_train(monkeypatch):
     pretend(monkeypatch)
     report = precision_report.precision_report(make(precision__fp8="e4m3", feedback__schedule="standard"))
