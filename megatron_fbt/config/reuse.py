@@ -12,7 +12,7 @@ def reuse_obstacle(config: PretrainConfig) -> Optional[str]:
 
     The layer backend, which model.transformer_impl auto leaves to the machine, is checked where the model is built.
     """
-    model, prefix = config.model, config.feedback.prefix
+    model = config.model
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(model, name) > 0:
             return f"model.{name} = {getattr(model, name):g} draws other masks in each pass, so that prefixes differ"
@@ -22,11 +22,6 @@ def reuse_obstacle(config: PretrainConfig) -> Optional[str]:
         return f"precision.fp8 = {config.precision.fp8!r} scales a tensor by its largest value, which a suffix may lack"
     if config.optimizer.sharding in ZERO_STAGES:
         return f"optimizer.sharding = {config.optimizer.sharding!r} has not been shown to give equal gradients with it"
-    if prefix.granularity == "prompt" and config.parallel.pipeline_model_parallel_size > 1:
-        return (
-            "feedback.prefix.granularity = 'prompt' with parallel.pipeline_model_parallel_size above 1: later stages "
-            "do not hold what the data mark"
-        )
     return None
 
 

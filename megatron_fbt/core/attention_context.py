@@ -40,6 +40,7 @@ class AttentionContext:
         dtype: torch.dtype,
         start: int = 0,
         joined: Optional[KeyValueJoin] = None,
+        host_starts: Optional[torch.Tensor] = None,
     ) -> Dict[str, Any]:
         """Arguments of the transformer block for one micro-batch.
 
@@ -48,10 +49,13 @@ class AttentionContext:
             dtype: of the hidden states.
             start: first position that the layers compute; 0 with Transformer Engine.
             joined: see AttentionMasks; None with Transformer Engine.
+            host_starts: document_starts in the CPU's memory; None = they are read back where they are needed.
         """
         rotary = self.rotary(document_starts.size(1))  # [s, 1, 1, hn]
         if self.packed:  # Transformer Engine masks causally and by the configured window itself
-            packed = packed_documents(document_starts) if self.within_documents else None
+            packed = None
+            if self.within_documents:
+                packed = packed_documents(document_starts if host_starts is None else host_starts, rotary.device)
             return {"attention_mask": None, "rotary_pos_emb": rotary, "packed_seq_params": packed}
         if self.restarts:
             rotary = rotary[:, 0, 0][document_positions(document_starts).t()].unsqueeze(2)  # [s, b, 1, hn]
@@ -59,15 +63,17 @@ class AttentionContext:
         return {"attention_mask": masks, "rotary_pos_emb": rotary[start:]}
 
 
-def packed_documents(document_starts: torch.Tensor) -> PackedSeqParams:
+def packed_documents(document_starts: torch.Tensor, device: torch.device) -> PackedSeqParams:
     """The documents of one row as sequences of a packed batch, each with positions of its own.
 
     Args:
-        document_starts: [1, s] bool.
+        document_starts: [1, s] bool, in the CPU's memory, so that no device is waited for.
+        device: of the layers.
     """
-    starts = document_starts[0].nonzero().flatten()
-    ends = torch.cat([starts, starts.new_tensor([document_starts.size(1)])]).int()
-    longest = int(ends.diff().max())
+    (row,) = document_starts.tolist()
+    begins = [position for position, begin in enumerate(row) if begin] + [len(row)]
+    longest = max(end - begin for begin, end in zip(begins, begins[1:]))
+    ends = torch.tensor(begins, dtype=torch.int32).to(device, non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )

@@ -37,6 +37,21 @@ class _AddWaiting(torch.autograd.Function):
         return grad if waiting is None else grad + waiting, None
 
 
+class ZeroGradient(torch.autograd.Function):
+    """Identity on a tensor; another one, which nothing was computed from, gets a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        """Return x."""
+        ctx.size, ctx.options = unused.shape, {"dtype": unused.dtype, "device": unused.device}
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        """The gradient, and zeros."""
+        return grad, torch.zeros(ctx.size, **ctx.options)
+
+
 def share(x: torch.Tensor, waits: bool) -> Tuple[torch.Tensor, torch.Tensor]:
     """What pass 1 goes on with and what later passes read, for a tensor of pass 1.
 
@@ -104,33 +119,36 @@ class PrefixReuse:
         fused: Callable[[MicroBatch, int], torch.Tensor],
     ):
         self.layout, self.passes = layout, passes
-        table = torch.stack(
-            [_first_fused(fused(batch, number)) for batch in micro_batches for number in range(2, passes + 1)]
-        )
-        starts = [self._usable(start, micro_batches[0].document_starts.size(1)) for start in table.tolist()]
-        extra = passes - 1
-        self.starts = {
-            id(batch): [0, *starts[number * extra : (number + 1) * extra]] for number, batch in enumerate(micro_batches)
-        }
+        self.length = micro_batches[0].document_starts.size(1)
+        rows = _joined([batch.host for batch in micro_batches])
+        starts = [
+            [self._usable(start) for start in _first_fused(fused(rows, number), len(micro_batches))]
+            for number in range(2, passes + 1)
+        ]
+        self.starts = {id(batch): [0, *of_batch] for batch, *of_batch in zip(micro_batches, *starts, strict=True)}
         self.plain: Dict[int, PlainPass] = {}
 
-    def _usable(self, start: int, length: int) -> int:
-        """Every tensor-parallel rank has as many rows of the suffix, and one at least."""
+    def _usable(self, start: int) -> int:
+        """Every tensor-parallel rank has as many rows of the suffix."""
         shards = self.layout.sequence_shards
-        return min(start, length - 1) // shards * shards
+        return start // shards * shards
 
     def start(self, batch: MicroBatch, index: int) -> int:
         """First position that a pass, counted from 0, computes."""
         return self.starts[id(batch)][index]
 
+    def is_empty(self, batch: MicroBatch, index: int) -> bool:
+        """Whether a pass fuses nothing, so that no layer need run."""
+        return self.start(batch, index) == self.length
+
     def part(self, batch: MicroBatch, index: int) -> object:
         """What the attention of a pass joins its keys and values with: PlainPass, Suffix, or None = nothing."""
         if index == 0:
-            plain = PlainPass(waits=self.layout.pipeline_size > 1)
-            if any(self.starts[id(batch)]):
-                self.plain[id(batch)] = plain
-                return plain
-            return None
+            starts = self.starts[id(batch)]
+            if not any(starts):
+                return None
+            plain = self.plain[id(batch)] = PlainPass(waits=self.layout.pipeline_size > 1)
+            return plain if any(0 < start < self.length for start in starts) else None
         start = self.start(batch, index)
         return Suffix(self.plain[id(batch)], start) if start else None
 
@@ -144,8 +162,9 @@ class PrefixReuse:
         start = self.start(batch, index)
         if start == 0:
             return states
-        first = self.plain[id(batch)].states
-        rows = self.layout.own_rows(batch.document_starts.size(1))
+        first, rows = self.plain[id(batch)].states, self.layout.own_rows(self.length)
+        if start == self.length:
+            return first
         if self.layout.sequence_shards > 1:
             # Ranks read different rows of what all of them get: their gradients are summed.
             states = tensor_parallel.gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True)
@@ -158,7 +177,20 @@ class PrefixReuse:
             self.plain.pop(id(batch), None)
 
 
-def _first_fused(fused: torch.Tensor) -> torch.Tensor:
-    """First position that is fused in some row, [b, s] bool -> scalar int64; s if there is none."""
-    positions = torch.arange(fused.size(1), device=fused.device)
-    return torch.where(fused.any(0), positions, fused.size(1)).min()
+def _joined(batches: List[MicroBatch]) -> MicroBatch:
+    """The rows of all micro-batches as those of one, as far as the CPU's memory has them."""
+    regions = [batch.feedback_region for batch in batches]
+    return MicroBatch(
+        None,
+        None,
+        None,
+        torch.cat([batch.document_starts for batch in batches]),
+        torch.cat([batch.sample_ids for batch in batches]),
+        None if any(region is None for region in regions) else torch.cat(regions),
+    )
+
+
+def _first_fused(fused: torch.Tensor, micro_batches: int) -> List[int]:
+    """First position that is fused in some row of each micro-batch, s if there is none; [m * b, s] bool on the CPU."""
+    some = fused.view(micro_batches, -1, fused.size(1)).any(1)
+    return torch.where(some.any(1), some.int().argmax(1), fused.size(1)).tolist()

@@ -16,7 +16,8 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron_fbt.config.feedback import FeedbackConfig
 from megatron_fbt.core.fp8 import begin_step, end_step
-from megatron_fbt.core.prefix_reuse import PrefixReuse
+from megatron_fbt.core.last_backward import LastBackward
+from megatron_fbt.core.prefix_reuse import PrefixReuse, ZeroGradient
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
 from megatron_fbt.feedback.diagnostics import PassDiagnostics
@@ -81,36 +82,6 @@ class PassTotals:
             self.tokens += tokens
 
 
-class _CallInBackward(torch.autograd.Function):
-    """Identity whose backward calls a function first."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
-        """Return x."""
-        ctx.function = function
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        """Call the function; the gradient is unchanged."""
-        ctx.function()
-        return grad, None
-
-
-@dataclass(frozen=True)
-class LastBackward:
-    """What is called when the last backward of a step begins: that of the first pass of the last micro-batch."""
-
-    batch: MicroBatch
-    function: Callable[[], None]
-
-    def watch(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """The output, unchanged; if it is the last micro-batch's, its backward calls the function."""
-        if batch is not self.batch or not output.requires_grad:
-            return output
-        return _CallInBackward.apply(output, self.function)
-
-
 class PassView(torch.nn.Module):
     """One pass over the shared stage module, in the shape of a virtual pipeline chunk.
 
@@ -149,18 +120,37 @@ class PassView(torch.nn.Module):
             What goes to the next stage or pass, [s/tp, b, h]; on the last stage of the last pass the weighted sum of
             the masked losses.
         """
-        stage, start = self.stage, self._start(batch)
-        hidden = self._first_inputs(batch) if stage.pre_process else self._received_part(batch)
+        empty = self.reuse is not None and self.reuse.is_empty(batch, self.vp_stage)
+        output = self._without_layers(batch) if empty else self._through_layers(batch)
         self.received = None
-        joined = None if self.reuse is None else self.reuse.part(batch, self.vp_stage)
-        states = stage.run_layers(hidden, batch.document_starts, self._recompute(), start, joined)
-        output = self._finish(states, batch) if stage.post_process else self._padded(states, batch)
         if self.reuse is not None:
             self.reuse.forget(batch, self.vp_stage)
         if self.last_backward is not None:
             output = self.last_backward.watch(output, batch)
         # An identity returns a view, which Megatron-Core's output deallocation refuses.
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True)
+
+    def _through_layers(self, batch: MicroBatch) -> torch.Tensor:
+        stage, start = self.stage, self._start(batch)
+        hidden = self._first_inputs(batch) if stage.pre_process else self._received_part(batch)
+        self.received = None
+        joined = None if self.reuse is None else self.reuse.part(batch, self.vp_stage)
+        starts = batch.host.document_starts if stage.context.packed else None
+        states = stage.run_layers(hidden, batch.document_starts, self._recompute(), start, joined, starts)
+        return self._finish(states, batch) if stage.post_process else self._padded(states, batch)
+
+    def _without_layers(self, batch: MicroBatch) -> torch.Tensor:
+        """Where nothing is fused the pass is pass 1; what is sent, received and counted is as ever."""
+        stage, received = self.stage, self.received
+        if self.diagnostics is not None and stage.pre_process:
+            self._count_inputs(batch, torch.zeros_like(batch.document_starts))
+        if not stage.post_process:
+            return ZeroGradient.apply(torch.zeros_like(received), received)
+        states = self.reuse.whole(batch, self.vp_stage, received)
+        if self.diagnostics is not None:
+            self.diagnostics.count_states(self.vp_stage, states, batch)
+        no_loss = torch.zeros((), device=received.device)  # pass 1 has counted the row's
+        return ZeroGradient.apply(no_loss if self.is_last_pass else states, received)
 
     def _start(self, batch: MicroBatch) -> int:
         """First position that this pass computes."""
@@ -211,15 +201,13 @@ class PassView(torch.nn.Module):
                 self.recipe.jitter_scale, batch.sample_ids, positions, pass_number, states.size(2), self.recipe.seed
             )
             states = states + noise.to(states.dtype)
-        with contextlib.ExitStack() as watched:
-            if self.diagnostics is not None:
-                self.diagnostics.count_fused(self.vp_stage, fused[:, layout.own_rows(length)])
-                gates = self.diagnostics.watch_gate(self.vp_stage, self.stage.fusion)
-                if start == 0:
-                    watched.enter_context(gates)
-                elif self.vp_stage == 1:  # gates of the whole row are counted, in pass 2 alone
-                    with gates, torch.no_grad():
-                        self.stage.token_products(batch.tokens)
+        watched = contextlib.nullcontext()
+        if self.diagnostics is not None and start == 0:
+            self.diagnostics.count_fused(self.vp_stage, fused[:, own])
+            watched = self.diagnostics.watch_gate(self.vp_stage, self.stage.fusion)
+        elif self.diagnostics is not None:
+            self._count_inputs(batch, fused)
+        with watched:
             own_fused = fused[:, start + own.start : start + own.stop].t().contiguous()
             if start == 0:
                 inputs = self.stage.first_inputs(batch.tokens, states, own_fused)
@@ -228,6 +216,13 @@ class PassView(torch.nn.Module):
             else:
                 inputs = self.stage.first_inputs(batch.tokens[:, start:], states, own_fused, start=start)
         return self.recipe.held(batch, pass_number, inputs)
+
+    def _count_inputs(self, batch: MicroBatch, fused: torch.Tensor) -> None:
+        """Fused positions [b, s] and gates of the whole row, which the pass does not compute: gates in pass 2 alone."""
+        self.diagnostics.count_fused(self.vp_stage, fused[:, self.stage.layout.own_rows(fused.size(1))])
+        if self.vp_stage == 1:
+            with self.diagnostics.watch_gate(self.vp_stage, self.stage.fusion), torch.no_grad():
+                self.stage.token_products(batch.tokens)
 
     def _repeated(self, batch: MicroBatch) -> List[Tuple[int, int]]:
         """In pass 1: index and start of the later passes."""

@@ -144,6 +144,7 @@ class FBTStage(LanguageModule):
         recompute: str = "none",
         start: int = 0,
         joined: Optional[KeyValueJoin] = None,
+        host_starts: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Run this stage's layers and, on the last stage, the final norm.
 
@@ -153,11 +154,13 @@ class FBTStage(LanguageModule):
             recompute: memory.recompute, for this call.
             start: position of the first of hidden.
             joined: see AttentionMasks.
+            host_starts: see AttentionContext.of.
         """
         set_recompute(self.decoder, recompute)
         if not self.pre_process:
             self.decoder.set_input_tensor(hidden)
-        return self.decoder(hidden_states=hidden, **self.context.of(document_starts, hidden.dtype, start, joined))
+        context = self.context.of(document_starts, hidden.dtype, start, joined, host_starts)
+        return self.decoder(hidden_states=hidden, **context)
 
     def losses(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Negative log-likelihood of each label given top states.

@@ -4,7 +4,7 @@ Shapes: m micro-batches, b samples in each, s tokens in a sample.
 """
 
 from dataclasses import dataclass
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ class MicroBatch:
         document_starts: [b, s] bool, true where a document begins: at position 0 and, unless the data say otherwise,
             after an end-of-document token.
         sample_ids: [b] int64, places in the global consumed order (not wrapped).
-        feedback_region: [b, s] bool on the first stage where the data have it (conversations, labelled rows), true
-            where the input token is one that the model generates when it decodes: the assistant's; else None.
+        feedback_region: [b, s] bool where the data have it (conversations, labelled rows), true where the input token
+            is one that the model generates when it decodes: the assistant's; else None.
+        on_host: document_starts, sample_ids and feedback_region in the CPU's memory, where the device is another one.
     """
 
     tokens: Optional[torch.Tensor]
@@ -36,6 +37,15 @@ class MicroBatch:
     document_starts: torch.Tensor
     sample_ids: torch.Tensor
     feedback_region: Optional[torch.Tensor] = None
+    on_host: Optional["MicroBatch"] = None
+
+    @property
+    def host(self) -> "MicroBatch":
+        """What can be asked without waiting for a device, see on_host; a batch that has none is read back."""
+        if self.on_host is not None or self.document_starts.device.type == "cpu":
+            return self.on_host or self
+        region = None if self.feedback_region is None else self.feedback_region.cpu()
+        return MicroBatch(None, None, None, self.document_starts.cpu(), self.sample_ids.cpu(), region)
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class BatchReader:
         """
         names = ["tokens"] if self.is_first_stage else []
         names += ["document_starts"] if marked or not self.is_first_stage else []
-        names += ["feedback_region"] if marked and self.is_first_stage else []
+        names += ["feedback_region"] if marked else []
         return names + ["labels", "loss_mask"] if self.is_last_stage else names
 
 
@@ -105,10 +115,13 @@ def load_micro_batches(
         return [read_rows(dataset, sample_ids, eod, fields)]
 
     shape = (sample_ids.shape[0], len(fields), sample_ids.shape[1], length)
-    content = [part.to(reader.device, non_blocking=True) for part in _receive(read, sample_ids, reader, shape)]
-    numbers = sample_ids.to(reader.device, non_blocking=True)
-    micro_batches = [micro_batch for part in content for micro_batch in part]
-    return [_unpack(part, numbers, eod, fields) for part, numbers in zip(micro_batches, numbers, strict=True)]
+    parts = _receive(read, sample_ids, reader, shape)
+    content = [part.to(reader.device, non_blocking=True) for part in parts]
+    micro_batches = _unpack(content, sample_ids.to(reader.device, non_blocking=True), eod, fields)
+    if reader.device.type != "cpu" and parts[0].device.type == "cpu":
+        for batch, host in zip(micro_batches, _unpack(parts, sample_ids, eod, fields, of_host=True), strict=True):
+            batch.on_host = host
+    return micro_batches
 
 
 def _receive(
@@ -180,17 +193,27 @@ def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
     return starts
 
 
-def _unpack(content: torch.Tensor, sample_ids: torch.Tensor, eod: int, fields: List[str]) -> MicroBatch:
-    """One micro-batch from its [fields, b, s] int32."""
-    found = dict(zip(fields, content, strict=True))
-    tokens, labels, mask = found.get("tokens"), found.get("labels"), found.get("loss_mask")
-    tokens = None if tokens is None else tokens.long()
+def _unpack(
+    parts: List[torch.Tensor], sample_ids: torch.Tensor, eod: int, fields: List[str], of_host: bool = False
+) -> List[MicroBatch]:
+    """Micro-batches from their [n, fields, b, s] int32; of_host: without what the layers alone ask for."""
+    content = (micro_batch for part in parts for micro_batch in part)
+    rows = (dict(zip(fields, columns, strict=True)) for columns in content)
+    return [_micro_batch(found, numbers, eod, of_host) for found, numbers in zip(rows, sample_ids, strict=True)]
+
+
+def _micro_batch(found: Dict[str, torch.Tensor], sample_ids: torch.Tensor, eod: int, of_host: bool) -> MicroBatch:
+    """One micro-batch from its fields, each [b, s] int32."""
     starts, region = found.get("document_starts"), found.get("feedback_region")
-    return MicroBatch(
-        tokens=tokens,
-        labels=None if labels is None else labels.long(),
-        loss_mask=None if mask is None else mask.contiguous().view(torch.float32),
-        document_starts=document_starts(tokens, eod) if starts is None else starts.bool(),
+    batch = MicroBatch(
+        tokens=None,
+        labels=None,
+        loss_mask=None,
+        document_starts=document_starts(found["tokens"], eod) if starts is None else starts.bool(),
         sample_ids=sample_ids,
         feedback_region=None if region is None else region.bool(),
     )
+    if not of_host:
+        batch.tokens, batch.labels = (found[name].long() if name in found else None for name in ("tokens", "labels"))
+        batch.loss_mask = found["loss_mask"].contiguous().view(torch.float32) if "loss_mask" in found else None
+    return batch

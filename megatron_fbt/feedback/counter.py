@@ -18,15 +18,21 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64 [...]."""
+def _wrap(x: int) -> int:
+    """A Python integer as int64 holds it."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def _shift_right(x: Counter, bits: int) -> Counter:
+    """Logical right shift of 64 bits, an integer or int64 [...]."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Counter) -> Counter:
     """Finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers; int64 wraps."""
-    x = (x ^ _shift_right(x, 30)) * MULTIPLIERS[0]
-    x = (x ^ _shift_right(x, 27)) * MULTIPLIERS[1]
+    wrap = _wrap if isinstance(x, int) else torch.Tensor.long
+    x = wrap((x ^ _shift_right(x, 30)) * MULTIPLIERS[0])
+    x = wrap((x ^ _shift_right(x, 27)) * MULTIPLIERS[1])
     return x ^ _shift_right(x, 31)
 
 
@@ -42,12 +48,13 @@ def counter_hash(seed: int, stream: int, *counters: Counter) -> torch.Tensor:
         int64 tensor of the broadcast shape (0-d if all counters are integers).
     """
     assert 0 <= seed < 2**56 and 0 <= stream < 128, "seeds out of range would share draws between streams"
-    state = _mix(torch.tensor(seed | (stream << 56), dtype=torch.int64) + GOLDEN)
-    for counter in counters:
-        if not isinstance(counter, torch.Tensor):
-            counter = torch.tensor(counter, dtype=torch.int64)
-        state = _mix(state.to(counter.device) + (counter + 1) * GOLDEN)
-    return state
+    state = _mix(_wrap((seed | (stream << 56)) + GOLDEN))
+    for counter in counters:  # integers stay Python's: a tensor of them would be copied to the device, which waits
+        step = (counter + 1) * GOLDEN
+        step = _wrap(step) if isinstance(step, int) else step
+        state = _wrap(state + step) if isinstance(state, int) and isinstance(step, int) else state + step
+        state = _mix(state)
+    return torch.tensor(state, dtype=torch.int64) if isinstance(state, int) else state
 
 
 def uniform(bits: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,10 @@ GRIDS = [
     pytest.param(Grid(pipeline=4), marks=pytest.mark.slow),
     pytest.param(Grid(tensor=2, pipeline=2, sequence_parallel=True), marks=pytest.mark.slow),
 ]
-ROWS = {"p = 1": (0.97, 1.0), "p = T/2": (0.6, 0.8), "p = T - 1": (0.3, 0.4), "p = T": (0.3, 0.4)}
+ROWS = {"p = 1": (0.97, 1.0), "p = T/2": (0.6, 0.8), "p = T - 1": (0.3, 0.4), "p = T": (1 / 3, 1 / 3)}
 """Bounds of the share of rows that the layers still compute, over all passes."""
+CALLS = {"p = T": {3: 1}, "some empty": {2: 1.5, 3: 2}, "p = T - 1": {3: 3}}
+"""Calls of the layers for each micro-batch, by the number of passes."""
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,24 @@ def test_layers_compute_fewer_rows(measured, grid, name):
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_pass_that_fuses_nothing_runs_no_layer(measured, grid, name):
+    for rank in measured(grid):
+        assert {step["passes"]: step["calls"] for step in rank[name]} == CALLS[name]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_step_waits_for_the_device_once(measured, grid):
+    for rank in measured(grid):
+        assert len(rank["host reads"]) == 4
+        for name, reads in rank["host reads"].items():
+            assert reads == ["tolist"], name
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_diagnostics_are_those_of_whole_passes(measured, grid):
     for rank in measured(grid):
-        for step in rank["random"]:
+        for step in rank["random"] + rank["some empty"]:
             off, on = step["diagnostics"]
             assert off.keys() == on.keys()
             assert "gate_high_share" in off or step["passes"] == 1

@@ -15,11 +15,6 @@ OBSTACLES = {
     "model.transformer_impl = 'transformer_engine'": {"model.transformer_impl": "transformer_engine"},
     "precision.fp8 = 'e4m3'": {"precision.fp8": "e4m3", "precision.fp8_emulated": True},
     "optimizer.sharding = 'zero1'": {"optimizer.sharding": "zero1"},
-    "feedback.prefix.granularity = 'prompt'": {
-        "feedback.prefix.granularity": "prompt",
-        "data.format": "labelled",
-        "parallel.pipeline_model_parallel_size": 2,
-    },
 }
 
 
@@ -40,6 +35,8 @@ def config_of(**fields) -> PretrainConfig:
 def test_on_where_nothing_speaks_against_it():
     assert reuses_prefix(config_of())
     assert reuses_prefix(config_of(**{"feedback.prefix_reuse": True, "optimizer.sharding": "megatron"}))
+    prompts = {"feedback.prefix.granularity": "prompt", "data.format": "labelled"}
+    assert reuses_prefix(config_of(**prompts, **{"parallel.pipeline_model_parallel_size": 2}))
     assert not reuses_prefix(config_of(**{"feedback.prefix_reuse": False}))
 
 

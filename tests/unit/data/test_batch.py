@@ -69,3 +69,30 @@ def test_an_empty_data_set_is_an_error():
 def test_document_starts_follow_end_tokens_and_begin_rows():
     tokens = torch.tensor([[EOD, EOD, 5, EOD], [1, 2, 3, 4]])
     assert document_starts(tokens, EOD).tolist() == [[True, True, True, False], [True, False, False, False]]
+
+
+class Marked(Sequence):
+    """The same rows with marks of their own."""
+
+    marked = True
+
+    def __getitem__(self, index):
+        marks = {"document_starts": torch.tensor([1, 0, 0, 0, 1]) > 0, "feedback_region": torch.arange(5) > index}
+        return {**super().__getitem__(index), **marks}
+
+
+@pytest.mark.parametrize("rows", [Sequence, Marked])
+@pytest.mark.parametrize("first, last", [(True, True), (False, False), (False, True)])
+def test_every_stage_has_what_places_the_passes_on_the_host_too(rows, first, last):
+    names = ("document_starts", "sample_ids", "feedback_region")
+    on_cpu = load_micro_batches(rows(9), [[0, 1], [2, 3]], EOD, reader(first, last))
+    on_device = load_micro_batches(
+        rows(9), [[0, 1], [2, 3]], EOD, BatchReader(None, 0, first, last, torch.device("meta"))
+    )
+    for batch, expected in zip(on_device, on_cpu, strict=True):
+        assert batch.document_starts.device.type == "meta" and expected.host is expected
+        for name in names:
+            found, wanted = getattr(batch.host, name), getattr(expected, name)
+            assert torch.equal(found, wanted) if wanted is not None else found is None
+        assert (batch.host.feedback_region is None) == (rows is Sequence)
+        assert batch.host.tokens is batch.host.labels is batch.host.loss_mask is None

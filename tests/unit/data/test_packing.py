@@ -132,7 +132,7 @@ def test_stages_get_the_marks_that_they_need(tmp_path, letters, stages):
     rows = build(tmp_path, letters, [chat("user: a", "assistant: b<|end|>c")], 20).train
     (batch,) = load_micro_batches(rows, [[0, 1]], letters.eod, BatchReader(None, 0, *stages, torch.device("cpu")))
     expected = {name: torch.stack([rows[i][name] for i in range(2)]) for name in FIELDS}
-    wanted = {"document_starts", *(FIELDS[:1] + FIELDS[4:] if stages[0] else ()), *(FIELDS[1:3] if stages[1] else ())}
+    wanted = {*FIELDS[3:], *(FIELDS[:1] if stages[0] else ()), *(FIELDS[1:3] if stages[1] else ())}
     for name in FIELDS:
         value = getattr(batch, name)
         assert torch.equal(value, expected[name]) if name in wanted else value is None
