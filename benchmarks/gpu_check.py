@@ -1,7 +1,8 @@
 """One script for a machine with a Hopper GPU: what tests on CPUs cannot see, in some minutes and one table.
 
-The torch backend against Transformer Engine (losses and gradients for 1, 2 and 3 passes), FP8 against bf16 over 50
-steps, a multi-pass pipeline over two GPUs, step time and memory by passes, and decoding. Without a GPU it runs what it
+The torch backend against Transformer Engine (logits, losses and gradients for 1, 2 and 3 passes), FP8 against its
+emulation, FP8 against bf16 over 50 steps and resumed from a checkpoint, a multi-pass pipeline over two GPUs, step time
+and memory by passes, and decoding. Without a GPU it runs what it
 can, small, as a test of itself. The last lines say which checks could not run. Exit code 1: a check failed.
 
     python benchmarks/gpu_check.py
@@ -12,25 +13,31 @@ import copy
 import math
 import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import torch
 import torch.multiprocessing
 
 from megatron_fbt.config.checks import validate_config
 from megatron_fbt.config.feedback import PassPhase
+from megatron_fbt.config.load import dump_yaml
 from megatron_fbt.config.plan import padded_vocab_size
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.backends import fp8_problem, resolve_backend
 from megatron_fbt.core.cpu import on_gpu
+from megatron_fbt.core.fp8 import begin_step
 from megatron_fbt.core.parallel import Layout, initialize_parallel, shut_down_parallel
 from megatron_fbt.core.schedule import Recipe, run_passes
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch, document_starts
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.training.build_optimizer import build_optimizer
+from megatron_fbt.training.checkpoint import Checkpointer
+from megatron_fbt.training.run_folder import TrainerState
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,28 @@ class Run:
         self.passes(step, passes)
         return self.optimizer.step(self.totals, True, False).loss_per_pass
 
+    @torch.no_grad()
+    def top_states(self, passes: int) -> Iterator[torch.Tensor]:
+        """h of each pass, [s, b, h], over rows that training has not seen; without jitter, all fused but the first."""
+        stage, batch, states = self.stage.eval(), self.unseen, None
+        begin_step(stage)
+        fused = ~batch.document_starts.t()
+        fused[0] = False
+        for _ in range(passes):
+            inputs = stage.first_inputs(batch.tokens, states, None if states is None else fused)
+            states = stage.run_layers(inputs, batch.document_starts)
+            yield states
+        stage.train()
+
+    @property
+    def unseen(self) -> MicroBatch:
+        return self.batches(10**6)[0]
+
+    @torch.no_grad()
+    def logits(self, passes: int) -> List[torch.Tensor]:
+        """Of each pass, float32."""
+        return [self.stage.logits(states).float() for states in self.top_states(passes)]
+
     def gradients(self) -> Dict[str, torch.Tensor]:
         return {name: param.main_grad.clone() for name, param in self.stage.named_parameters()}
 
@@ -118,36 +147,81 @@ def backends(small: bool, layout: Layout) -> List[Row]:
     except ConfigError as error:
         raise Impossible(str(error).split(". ")[0]) from error
     runs = [Run(configuration(small, model__transformer_impl=name), layout) for name in ("torch", "transformer_engine")]
+    return compared("torch against Transformer Engine", runs, 0.05)
+
+
+def compared(what: str, runs: List[Run], bar: float) -> List[Row]:
+    """Logits, losses and gradients of two runs from the same weights.
+
+    Args:
+        what: names them.
+        runs: two.
+        bar: of relative differences of logits and gradients.
+    """
     rows = []
+    for passes, (one, other) in enumerate(zip(*(run.logits(3) for run in runs)), start=1):
+        rows.append(Row(f"{what}, pass {passes}: logits", ((one - other).norm() / one.norm()).item(), bar))
     for passes in (1, 2, 3):
         losses = [run.passes(0, passes) for run in runs]
         gradients = [run.gradients() for run in runs]
         gap = max(abs(a - b) for a, b in zip(*losses))
         squares = sum((gradients[0][name] - gradients[1][name]).double().square().sum() for name in gradients[0])
         norm = sum(gradient.double().square().sum() for gradient in gradients[0].values())
-        rows.append(Row(f"torch against Transformer Engine, K = {passes}: loss", gap, 0.02))
-        rows.append(
-            Row(f"torch against Transformer Engine, K = {passes}: gradient", (squares / norm).sqrt().item(), 0.05)
-        )
+        rows.append(Row(f"{what}, K = {passes}: loss", gap, 0.02))
+        rows.append(Row(f"{what}, K = {passes}: gradient", (squares / norm).sqrt().item(), bar))
     return rows
 
 
-def fp8_training(small: bool, layout: Layout, emulated: bool) -> List[Row]:
-    """Last losses after some steps in FP8 against bf16."""
-    problem = None if emulated else fp8_problem("tensorwise")
+def emulation(small: bool, layout: Layout) -> List[Row]:
+    """Transformer Engine's FP8 against its emulation."""
+    refuse_without_fp8()
+    fields = {"precision__fp8": "hybrid"}
+    runs = [Run(configuration(small, **fields, precision__fp8_emulated=low), layout) for low in (True, False)]
+    return compared("emulated FP8 against FP8", runs, 0.03)
+
+
+def refuse_without_fp8() -> None:
+    problem = fp8_problem("tensorwise")
     if problem is not None:
         raise Impossible(problem)
+
+
+def fp8_training(small: bool, layout: Layout, emulated: bool) -> List[Row]:
+    """Last losses after some steps in FP8 against bf16, and the next step's after a resume."""
+    if not emulated:
+        refuse_without_fp8()
     steps, name = (6 if small else 50), "emulated FP8" if emulated else "FP8"
+    low = {kind: {"precision__fp8": kind, "precision__fp8_emulated": emulated} for kind in ("e4m3", "hybrid")}
+    delayed = {**low["hybrid"], "precision__fp8_recipe": "delayed"}
+    kept = {**low["hybrid"], "precision__fp8_param_gather": True, "optimizer__sharding": "megatron"}
+    if not emulated:
+        low["hybrid, weights too"] = kept
     found = {}
-    for fp8 in (None, "e4m3", "hybrid"):
-        fields = {} if fp8 is None else {"precision__fp8": fp8, "precision__fp8_emulated": emulated}
+    for kind, fields in {"bf16": {}, **low}.items():
         run = Run(configuration(small, **fields), layout)
         losses = [run.train(step, 1 + step % 3)[0] for step in range(steps)]
-        found[fp8] = sum(losses[-3:]) / 3
-    return [
-        Row(f"{name} {fp8} against bf16, {steps} steps: loss", abs(found[fp8] - found[None]), 0.05)
-        for fp8 in ("e4m3", "hybrid")
+        found[kind] = sum(losses[-3:]) / 3
+    rows = [
+        Row(f"{name} {kind} against bf16, {steps} steps: loss", abs(found[kind] - found["bf16"]), 0.05) for kind in low
     ]
+    rows.append(Row(f"{name} delayed, resumed: loss", resumed_gap(configuration(small, **delayed), layout), 1e-3))
+    if not emulated:
+        gap = resumed_gap(configuration(small, **kept), layout)
+        rows.append(Row(f"{name} hybrid, weights too, resumed: loss", gap, 1e-3))
+    return rows
+
+
+def resumed_gap(config: PretrainConfig, layout: Layout) -> float:
+    """Loss of a step after three others, and after the same from a checkpoint."""
+    run, state = Run(config, layout), TrainerState(step=3, updates=3, fusion_updates=3)
+    for step in range(3):
+        run.train(step, 3)
+    again = Run(config, layout)
+    with tempfile.TemporaryDirectory() as folder:
+        keeper = Checkpointer(Path(folder), None, layout)
+        path = keeper.save(run.stage, run.optimizer, state, dump_yaml(config))
+        keeper.load(path, again.stage, again.optimizer)
+    return max(abs(a - b) for a, b in zip(run.train(3, 3), again.train(3, 3)))
 
 
 def costs(small: bool, layout: Layout) -> List[Row]:
@@ -226,6 +300,7 @@ def decoding(small: bool, layout: Layout) -> List[Row]:
 
 CHECKS: Dict[str, Callable[[bool, Layout], List[Row]]] = {
     "backends": backends,
+    "FP8 emulation": emulation,
     "FP8 training": lambda small, layout: fp8_training(small, layout, emulated=False),
     "emulated FP8 training": lambda small, layout: fp8_training(True, layout, emulated=True),
     "costs": costs,
