@@ -184,7 +184,7 @@ class FeedbackConfig(Section):
     prefix_reuse: Optional[bool] = None
     """Whether extra passes compute only what follows the plain prefix of their rows, with pass 1's keys, values and
     losses for the prefix: the same losses and gradients for less work. null = where that is so: with the torch backend,
-    without dropout and FP8, with optimizer.sharding none or megatron, not for prompts over several pipeline stages."""
+    without dropout and FP8, with optimizer.sharding none or megatron. true = with Transformer Engine, too."""
     jitter: JitterConfig = field(default_factory=JitterConfig)
     fusion: Literal["gate", "concat", "add"] = "gate"
     """u = N(f) * input_scale; f is (W_U h) * sigmoid(W_G N(e)), W_C [N(h); N(e)], or W_U h + W_T N(e)."""

@@ -4,14 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Dict, List
 
+from megatron_fbt.config.activation_memory import peak_activations
 from megatron_fbt.config.deepspeed import ZERO_STAGES, shards_over_stages
-from megatron_fbt.config.parameter_count import StageCount, padded_vocab_size, stage_parameters
-from megatron_fbt.config.pipeline_split import stage_layers
+from megatron_fbt.config.parameter_count import StageCount, stage_parameters
 from megatron_fbt.config.pretrain import PretrainConfig
 
 SHARDINGS = ("none", "megatron", "zero1", "zero2", "zero3")
-FUSION_VECTORS = 7
-"""Vectors of the hidden size that fusing one token keeps for the backward, beside those of a plain input."""
 
 
 @dataclass(frozen=True)
@@ -80,85 +78,15 @@ def rank_memory(
     shared = -(-held.total // data_parallel_size)
     stepped = held.total if sharding == "none" else shared
     moments = 8 * stepped - (4 * held.hidden_matrices if config.optimizer.type == "muon" else 0)
+    activations, logits = peak_activations(config, stage, vocab_size)
     return RankMemory(
         weights=(2 if low else 4) * (shared if zero == 3 else held.total),
         gradients=4 * (shared if zero >= 2 else held.total),
         master_weights=4 * stepped if low or zero else 0,
         moments=moments,
-        activations=_activations(config, stage),
-        logits=_logits(config, stage, vocab_size),
+        activations=activations,
+        logits=logits,
     )
-
-
-def passes_in_flight(config: PretrainConfig, stage: int) -> int:
-    """Most passes of micro-batches whose backward a stage still waits for, in the deepest batch."""
-    passes, stages = config.feedback.max_passes, config.parallel.pipeline_model_parallel_size
-    if stages == 1:
-        return passes
-    if passes == 1:
-        return stages - stage
-    return 2 * (stages - 1 - stage) + (passes - 1) * stages + 1
-
-
-def _tokens(config: PretrainConfig) -> int:
-    return config.training.micro_batch_size * config.data.sequence_length
-
-
-def _activations(config: PretrainConfig, stage: int) -> int:
-    """Bytes that layers, fusion and final norm keep for the backward."""
-    layers = stage_layers(config.parallel, config.model.num_layers)[stage]
-    hidden = config.model.hidden_size // _sequence_shards(config)
-    number = 4 if config.precision.dtype == "fp32" else 2
-    alive, mode = passes_in_flight(config, stage), config.memory.policy.recompute
-    early = config.memory.policy.recompute_passes == "early"
-    plain = min(alive, 1) if early and mode != "none" else (alive if mode == "none" else 0)
-    kept = plain * layer_elements(config, "none") + (alive - plain) * layer_elements(config, mode)
-    working = layer_elements(config, "none") if mode == "full" else 0
-    first = FUSION_VECTORS * hidden * alive if stage == 0 and config.feedback.max_passes > 1 else 0
-    return number * _tokens(config) * (layers * kept + working + first)
-
-
-def layer_elements(config: PretrainConfig, recompute: str) -> int:
-    """Numbers that a layer keeps for each token, on one process; measured by the tensors that autograd saves.
-
-    Norms keep input and output, the MLP its two halves, SiLU and their product; attention queries, keys, values and
-    the context. With fewer key/value heads than query heads these are repeated, else a view of the projection is kept.
-    """
-    model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    hidden = model.hidden_size // _sequence_shards(config)
-    queries = model.num_attention_heads * model.head_size // tensor
-    keys = model.query_groups * model.head_size // tensor
-    if recompute == "full":
-        return hidden
-    attention = 3 * (queries + keys) if recompute == "selective" else (6 if keys == queries else 4) * queries
-    if model.qk_layernorm:
-        attention += 3 * (queries + keys)
-    if model.attention_output_gate:
-        attention += 2 * queries
-    return 6 * hidden + 5 * model.ffn_size // tensor + attention
-
-
-def _sequence_shards(config: PretrainConfig) -> int:
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-
-
-def _logits(config: PretrainConfig, stage: int, vocab_size: int) -> int:
-    """Bytes of the soft-max over the vocabulary, float32: that of every pass in flight, or one chunk of tokens.
-
-    With chunks each pass in flight keeps its states' gradients or the states, of which the former count here.
-    """
-    parallel = config.parallel
-    if stage != parallel.pipeline_model_parallel_size - 1:
-        return 0
-    tensor = parallel.tensor_model_parallel_size
-    rows = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tensor) // tensor
-    if config.memory.chunks_loss(config.optimizer.sharding):
-        kept = (4 if config.precision.dtype == "fp32" else 2) * config.model.hidden_size // _sequence_shards(config)
-        chunk = min(int(config.memory.loss_chunk_mib * 2**20), 4 * _tokens(config) * rows)
-        return chunk + _tokens(config) * kept * passes_in_flight(config, stage)
-    copies = 2 if config.training.z_loss.coefficient > 0 else 1
-    return 4 * _tokens(config) * rows * passes_in_flight(config, stage) * copies
 
 
 def memory_table(report: Dict[str, RankMemory], chosen: str) -> List[str]:

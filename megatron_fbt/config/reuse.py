@@ -16,12 +16,22 @@ def reuse_obstacle(config: PretrainConfig) -> Optional[str]:
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(model, name) > 0:
             return f"model.{name} = {getattr(model, name):g} draws other masks in each pass, so that prefixes differ"
-    if model.transformer_impl == "transformer_engine":
-        return "model.transformer_impl = 'transformer_engine' attends to keys of its own pass alone"
     if config.precision.fp8 is not None:
         return f"precision.fp8 = {config.precision.fp8!r} scales a tensor by its largest value, which a suffix may lack"
     if config.optimizer.sharding in ZERO_STAGES:
         return f"optimizer.sharding = {config.optimizer.sharding!r} has not been shown to give equal gradients with it"
+    return engine_obstacle(config) if model.transformer_impl == "transformer_engine" else None
+
+
+def engine_obstacle(config: PretrainConfig) -> Optional[str]:
+    """The same, of Transformer Engine's attention; null leaves prefix reuse off there until a GPU has confirmed it."""
+    if config.data.reset_attention_mask:
+        return (
+            "data.reset_attention_mask = true gives Transformer Engine the documents as sequences, of which a suffix "
+            "may have an end alone"
+        )
+    if config.feedback.prefix_reuse is None:
+        return "Transformer Engine computes suffixes on request alone, until a GPU has confirmed it: set it to true"
     return None
 
 
@@ -34,7 +44,7 @@ def reuse_problems(config: PretrainConfig) -> List[str]:
 
 
 def reuses_prefix(config: PretrainConfig) -> bool:
-    """Whether a run on the torch backend reuses prefixes."""
+    """Whether a run reuses prefixes, unless the machine chooses Transformer Engine and that has an obstacle."""
     return config.feedback.prefix_reuse is not False and reuse_obstacle(config) is None
 
 

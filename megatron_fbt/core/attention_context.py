@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.backends import backend_of
-from megatron_fbt.model.attention_mask import KeyValueJoin, attention_masks, document_positions
+from megatron_fbt.model.attention_mask import AttentionMasks, KeyValueJoin, attention_masks, document_positions
 
 
 class AttentionContext:
@@ -47,8 +47,8 @@ class AttentionContext:
         Args:
             document_starts: [b, s] bool.
             dtype: of the hidden states.
-            start: first position that the layers compute; 0 with Transformer Engine.
-            joined: see AttentionMasks; None with Transformer Engine.
+            start: first position that the layers compute.
+            joined: see AttentionMasks.
             host_starts: document_starts in the CPU's memory; None = they are read back where they are needed.
         """
         rotary = self.rotary(document_starts.size(1))  # [s, 1, 1, hn]
@@ -56,7 +56,8 @@ class AttentionContext:
             packed = None
             if self.within_documents:
                 packed = packed_documents(document_starts if host_starts is None else host_starts, rotary.device)
-            return {"attention_mask": None, "rotary_pos_emb": rotary, "packed_seq_params": packed}
+            masks = None if joined is None else AttentionMasks(None, None, joined)
+            return {"attention_mask": masks, "rotary_pos_emb": rotary[start:], "packed_seq_params": packed}
         if self.restarts:
             rotary = rotary[:, 0, 0][document_positions(document_starts).t()].unsqueeze(2)  # [s, b, 1, hn]
         masks = attention_masks(document_starts, self.within_documents, self.window, dtype, start, joined)

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.reuse import engine_obstacle, reuses_prefix
 from megatron_fbt.core.backends import backend_of, fuses_weight_gradients
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.errors import ConfigError
@@ -27,6 +28,8 @@ class PrecisionReport:
     weights: str
     """What they are kept and gathered in."""
     fused_weight_gradients: bool
+    extra_passes: str
+    """What they compute of each row."""
     products: List[Tuple[str, str, str, str]]
     """Part of the model, then the format of its products in pass 1, in later passes and when computed again."""
 
@@ -43,6 +46,7 @@ class PrecisionReport:
         facts.append(
             ("weight gradients", "added in fp32 by Apex's kernel" if self.fused_weight_gradients else "PyTorch")
         )
+        facts.append(("extra passes", self.extra_passes))
         rows = [("products", "pass 1", "later passes", "recomputed"), *self.products]
         lines = _aligned(facts) + [""] + _aligned(rows)
         return "\n".join(lines + ([f"note: {self.problem}"] if self.problem else [])) + "\n"
@@ -61,7 +65,17 @@ def precision_report(config: PretrainConfig) -> PrecisionReport:
         backend, fused = backend_of(config), fuses_weight_gradients(config)
     except ConfigError as error:
         problem = str(error)
-    return PrecisionReport(_installed(), _device(), backend, problem, _weights(config), fused, _products(config))
+    extra = _extra_passes(config, backend)
+    return PrecisionReport(_installed(), _device(), backend, problem, _weights(config), fused, extra, _products(config))
+
+
+def _extra_passes(config: PretrainConfig, backend: Optional[str]) -> str:
+    if config.feedback.max_passes == 1:
+        return "there are none"
+    obstacle = engine_obstacle(config) if backend == "transformer_engine" else None
+    if reuses_prefix(config) and obstacle is None:
+        return "what follows their plain prefix (feedback.prefix_reuse)"
+    return "whole rows" if obstacle is None else f"whole rows (feedback.prefix_reuse: {obstacle})"
 
 
 def _installed() -> Dict[str, str]:

@@ -6,8 +6,8 @@ values before it, the state that enters it is the previous pass's, and the losse
 there with the weight of pass k as well. Every row of a micro-batch begins at the same position, as plain positions that
 are computed again are equal.
 
-With a pipeline the backward of pass k is a run of the engine of its own, before that of pass 1. So what pass k reads of
-pass 1 is a leaf there, and pass 1's backward adds the gradient that waits at it.
+The backward of pass k is a run of the engine of its own, before that of pass 1. So what pass k reads of pass 1 is a
+leaf there, and pass 1's backward adds the gradient that has come to it.
 """
 
 from dataclasses import dataclass, field
@@ -16,25 +16,40 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from megatron.core import tensor_parallel
 
+from megatron_fbt.core.last_backward import CallInBackward
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.data.batch import MicroBatch
 
 
+class _Waiting:
+    """The gradient that has come to what later passes read, until the backward of pass 1 adds it."""
+
+    def __init__(self):
+        self.gradient: Optional[torch.Tensor] = None
+
+    def take(self, leaf: torch.Tensor) -> None:
+        """Take a leaf's gradient, so that the leaf and its values need not outlive the passes that read it."""
+        gradient, leaf.grad = leaf.grad, None
+        self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
+
+
 class _AddWaiting(torch.autograd.Function):
-    """Identity on a tensor; its backward adds the gradient that has gathered at a leaf of the same values."""
+    """Identity on a tensor; its backward adds the gradient that waits, which is that of its first rows."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, leaves: List[torch.Tensor]) -> torch.Tensor:
-        """Return x; the one leaf is in a list, so that no edge leads to it."""
-        ctx.leaves = leaves
+    def forward(ctx, x: torch.Tensor, waiting: _Waiting) -> torch.Tensor:
+        """Return x."""
+        ctx.waiting = waiting
         return x
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
         """The sum of both gradients."""
-        (leaf,) = ctx.leaves
-        waiting, leaf.grad = leaf.grad, None
-        return grad if waiting is None else grad + waiting, None
+        first, ctx.waiting.gradient = ctx.waiting.gradient, None
+        if first is not None:
+            grad = grad.clone()
+            grad[: first.size(0)] += first
+        return grad, None
 
 
 class ZeroGradient(torch.autograd.Function):
@@ -52,40 +67,42 @@ class ZeroGradient(torch.autograd.Function):
         return grad, torch.zeros(ctx.size, **ctx.options)
 
 
-def share(x: torch.Tensor, waits: bool) -> Tuple[torch.Tensor, torch.Tensor]:
-    """What pass 1 goes on with and what later passes read, for a tensor of pass 1.
-
-    Args:
-        x: the tensor.
-        waits: whether the backward of later passes ends here instead of running on through pass 1.
-    """
-    if not waits or not x.requires_grad:
-        return x, x
-    leaf = x.detach().requires_grad_()
-    return _AddWaiting.apply(x, [leaf]), leaf
+def share(x: torch.Tensor, rows: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """What pass 1 goes on with, and a leaf of its first rows that later passes read, for a tensor of pass 1."""
+    if not x.requires_grad:
+        return x, x[:rows]
+    waiting, leaf = _Waiting(), x.detach()[:rows].requires_grad_()
+    leaf.register_post_accumulate_grad_hook(waiting.take)
+    return _AddWaiting.apply(x, waiting), leaf
 
 
 @dataclass
 class PlainPass:
     """What later passes read of pass 1 of one micro-batch, on one stage."""
 
-    waits: bool
-    keys_values: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By layer number; [s, b, ng, hn] each, keys with their rotation."""
+    rows: int
+    """Positions that later passes read the keys and values of."""
+    keys_values: Optional[Dict[int, Tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """By layer number; [rows, b, ng, hn] each, keys with their rotation. None = all later passes are through."""
     states: Optional[torch.Tensor] = None
     """Top states [s/tp, b, h], on the last stage."""
 
     def join(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Keep a layer's keys and values; again when a checkpoint computes them again, for nothing to change."""
-        key, kept_key = share(key, self.waits)
-        value, kept_value = share(value, self.waits)
-        self.keys_values.setdefault(layer, (kept_key, kept_value))
+        key, kept_key = share(key, self.rows)
+        value, kept_value = share(value, self.rows)
+        if self.keys_values is not None:
+            self.keys_values.setdefault(layer, (kept_key, kept_value))
         return key, value
 
     def keep_states(self, states: torch.Tensor) -> torch.Tensor:
         """Keep the top states; returns what pass 1 goes on with."""
-        states, self.states = share(states, self.waits)
+        states, self.states = share(states, states.size(0))
         return states
+
+    def release(self) -> None:
+        """Let keys and values go, which recomputed layers of all passes hold on to through their arguments."""
+        self.keys_values = None
 
 
 @dataclass(frozen=True)
@@ -147,10 +164,16 @@ class PrefixReuse:
             starts = self.starts[id(batch)]
             if not any(starts):
                 return None
-            plain = self.plain[id(batch)] = PlainPass(waits=self.layout.pipeline_size > 1)
-            return plain if any(0 < start < self.length for start in starts) else None
+            rows = max(start for start in starts if start < self.length)
+            plain = self.plain[id(batch)] = PlainPass(rows)
+            return plain if rows else None
         start = self.start(batch, index)
         return Suffix(self.plain[id(batch)], start) if start else None
+
+    def watch(self, batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+        """The output of pass 1, unchanged; what later passes have read is let go when its backward begins."""
+        plain = self.plain.get(id(batch))
+        return output if plain is None else CallInBackward.apply(output, plain.release)
 
     def keep_states(self, batch: MicroBatch, states: torch.Tensor) -> torch.Tensor:
         """Keep pass 1's top states on the last stage; returns what pass 1 goes on with."""

@@ -72,7 +72,7 @@ class RecomputingAttention(SelfAttention):
             self.core_attention,
             query,
             key,
-            value,
+            value.contiguous(),  # a view would keep the whole projection
             attention_mask,
             attn_mask_type=attn_mask_type or self.attn_mask_type,
             fp8=self.config.fp8 is not None,

@@ -17,6 +17,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_fbt.config.feedback import FeedbackConfig
 from megatron_fbt.core.fp8 import begin_step, end_step
 from megatron_fbt.core.last_backward import LastBackward
+from megatron_fbt.core.pass_by_pass import PassByPass
 from megatron_fbt.core.prefix_reuse import PrefixReuse, ZeroGradient
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
@@ -124,6 +125,7 @@ class PassView(torch.nn.Module):
         output = self._without_layers(batch) if empty else self._through_layers(batch)
         self.received = None
         if self.reuse is not None:
+            output = self.reuse.watch(batch, output) if self.vp_stage == 0 else output
             self.reuse.forget(batch, self.vp_stage)
         if self.last_backward is not None:
             output = self.last_backward.watch(output, batch)
@@ -249,12 +251,11 @@ class PassView(torch.nn.Module):
 
 
 class UnrolledPasses(torch.nn.Module):
-    """All passes of a micro-batch one after the other, for a model that is not split into stages."""
+    """All passes of a micro-batch in one graph, for shards that want a weight's gradient once; see PassByPass."""
 
     def __init__(self, views: Sequence[PassView]):
         super().__init__()
         object.__setattr__(self, "views", list(views))
-        self.last_backward: Optional[LastBackward] = None
         self.config, self.model_type = views[0].config, views[0].model_type
 
     def set_input_tensor(self, tensors) -> None:
@@ -266,7 +267,7 @@ class UnrolledPasses(torch.nn.Module):
         for view in self.views:
             view.set_input_tensor(output)
             output = view(batch)
-        return output if self.last_backward is None else self.last_backward.watch(output, batch)
+        return output
 
 
 def _schedule_config(stage: FBTStage, passes: int):
@@ -322,7 +323,8 @@ def run_passes(
     reuse = _prefix_reuse(stage, micro_batches, passes, recipe)
     for view in views:
         view.diagnostics, view.reuse = diagnostics, reuse
-    last_backward = on_last_backward and LastBackward(micro_batches[-1], on_last_backward)
+    unused = tuple(stage.fusion.parameters()) if passes > 1 and stage.pre_process else ()
+    last_backward = on_last_backward and LastBackward(micro_batches[-1], on_last_backward, unused)
     common = {
         "forward_step_func": _forward_step,
         "num_microbatches": len(micro_batches),
@@ -356,12 +358,11 @@ def _run_schedule(
     common: dict,
 ) -> None:
     """Run Megatron-Core's schedule for the layout and the number of passes; see run_passes."""
+    views[0].last_backward = last_backward
     if stage.layout.pipeline_size == 1:
-        chunk = UnrolledPasses(views)
-        chunk.last_backward = last_backward
+        chunk = UnrolledPasses(views) if stage.one_backward else PassByPass(views)
         schedules.forward_backward_no_pipelining(data_iterator=iter(micro_batches), model=through(chunk), **common)
         return
-    views[0].last_backward = last_backward
     if len(views) == 1:
         schedules.forward_backward_pipelining_without_interleaving(
             data_iterator=iter(micro_batches), model=through(views[0]), **common

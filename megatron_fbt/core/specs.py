@@ -23,6 +23,7 @@ from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core.backends import backend_of, fuses_weight_gradients
 from megatron_fbt.core.fp8 import emulated
 from megatron_fbt.core.recompute import RecomputingAttention, RecomputingLayer
+from megatron_fbt.core.te_attention import joining
 from megatron_fbt.model.layers import RMSNorm, SDPAttention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,7 +113,7 @@ def _layer_parts(backend: str, fp8: Optional[PrecisionConfig] = None) -> dict:
         "norm": te.TENorm,
         "column": te.TEColumnParallelLinear,
         "row": te.TERowParallelLinear,
-        "attention": te.TEDotProductAttention,
+        "attention": joining(te.TEDotProductAttention),
     }
 
 

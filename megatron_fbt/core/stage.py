@@ -13,9 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fbt.config.deepspeed import ZERO_STAGES
 from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.config.reuse import reuses_prefix
+from megatron_fbt.config.reuse import engine_obstacle, reuses_prefix
 from megatron_fbt.core.attention_context import AttentionContext
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.recompute import set_recompute
@@ -56,12 +57,14 @@ class FBTStage(LanguageModule):
             kind, linear = config.feedback.fusion, column_linear(config, config.precision.fp8_fusion)
             scale, context = resolved_input_scale(config), fusion_context(config, mcore)
             self.fusion = build_fusion(kind, mcore, scale, self.tp_group, linear, context)
+        self.one_backward = config.optimizer.sharding in ZERO_STAGES  # DeepSpeed shards a gradient when it comes
         self.context = AttentionContext(config, mcore, self.cp_group)
-        self.reuses_prefix = reuses_prefix(config) and not self.context.packed
+        obstacle = engine_obstacle(config) if self.context.packed else None
+        self.reuses_prefix = reuses_prefix(config) and obstacle is None
         if config.feedback.prefix_reuse and not self.reuses_prefix:
             raise ConfigError(
-                "feedback.prefix_reuse = true: Transformer Engine, which model.transformer_impl = 'auto' takes here, "
-                "attends to keys of its own pass alone; set model.transformer_impl to torch, or this to null or false"
+                f"feedback.prefix_reuse = true: {obstacle}; model.transformer_impl = 'auto' takes that here: set it to "
+                "torch, or feedback.prefix_reuse to null or false"
             )
         self.decoder = TransformerBlock(
             mcore,
@@ -160,7 +163,9 @@ class FBTStage(LanguageModule):
         if not self.pre_process:
             self.decoder.set_input_tensor(hidden)
         context = self.context.of(document_starts, hidden.dtype, start, joined, host_starts)
-        return self.decoder(hidden_states=hidden, **context)
+        states = self.decoder(hidden_states=hidden, **context)
+        self.decoder.set_input_tensor(None)  # it would hold the last pass's input, and its gradient, until the next one
+        return states
 
     def losses(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Negative log-likelihood of each label given top states.

@@ -88,6 +88,7 @@ class SDPAttention(torch.nn.Module):
         """
         assert attention_mask is not None or not self.windowed, "a layer with a window needs its mask"
         mask = attention_mask and (attention_mask.window if self.windowed else attention_mask.full)
+        value = value.contiguous()  # kept for the backward, a view would keep the whole projection
         if attention_mask is not None and attention_mask.joined is not None:
             key, value = attention_mask.joined.join(self.layer_number, key, value)
         repeats = query.size(2) // key.size(2)

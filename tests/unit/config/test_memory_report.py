@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_fbt.config.memory_report import memory_report, memory_table, passes_in_flight, rank_memory
+from megatron_fbt.config.activation_memory import InFlight, layer_elements, passes_in_flight, peak_activations
+from megatron_fbt.config.memory_report import memory_report, memory_table, rank_memory
 from megatron_fbt.config.parameter_count import StageCount
 from megatron_fbt.config.pretrain import PretrainConfig
 
@@ -50,9 +51,11 @@ def test_pipeline_stages_leave_out_what_they_do_not_allow():
 def test_passes_in_flight():
     config = config_of(pipeline_model_parallel_size=4)
     config.feedback.schedule = "full"
-    assert [passes_in_flight(config, stage) for stage in range(4)] == [15, 13, 11, 9]
+    assert [passes_in_flight(config, stage).total for stage in range(4)] == [15, 13, 11, 9]
+    assert [passes_in_flight(config, stage) for stage in (0, 3)] == [InFlight(7, 4, 4), InFlight(4, 4, 1)]
     config.feedback.schedule = "standard"
-    assert [passes_in_flight(config, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [passes_in_flight(config, stage).total for stage in range(4)] == [4, 3, 2, 1]
+    assert passes_in_flight(config_of(), 0) == InFlight(1, 1, 1)
 
 
 def test_logits_are_on_the_last_stage_alone():
@@ -66,3 +69,25 @@ def test_the_table_marks_the_run():
     assert len(lines) == 6 and [line for line in lines if "this run" in line] == [lines[4]]
     assert lines[0].split()[-1] == "total" and all(len(line) == len(lines[0]) for line in lines)
     assert "master weights" in lines[0]
+
+
+def test_a_layer_keeps_by_hand():
+    config = config_of()
+    config.model.hidden_size, config.model.num_attention_heads, config.model.num_query_groups = 64, 4, 2
+    config.model.ffn_hidden_size = 100
+    assert layer_elements(config, "full") == 64
+    assert layer_elements(config, "none") == 6 * 64 + 5 * 100 + 4 * 64
+    assert layer_elements(config, "selective") == 6 * 64 + 5 * 100 + 2 * 64 + 2 * 32
+
+
+def test_more_computed_again_needs_no_more_and_more_passes_need_no_less():
+    config, found = config_of(), {}
+    for schedule in ("standard", "full"):
+        for policy in (("none", "all"), ("full", "early"), ("full", "all")):
+            config.feedback.schedule = schedule
+            config.memory.recompute, config.memory.recompute_passes = policy
+            found[schedule, policy[0], policy[1]] = sum(peak_activations(config, 0, 1000))
+    for schedule in ("standard", "full"):
+        none, early, whole = (found[key] for key in found if key[0] == schedule)
+        assert none >= early > whole
+    assert all(found[("full", *key[1:])] > size for key, size in found.items() if key[0] == "standard")

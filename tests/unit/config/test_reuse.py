@@ -12,7 +12,10 @@ from megatron_fbt.feedback.prefix import fused_positions
 OBSTACLES = {
     "model.attention_dropout = 0.1": {"model.attention_dropout": 0.1},
     "model.hidden_dropout = 0.2": {"model.hidden_dropout": 0.2},
-    "model.transformer_impl = 'transformer_engine'": {"model.transformer_impl": "transformer_engine"},
+    "data.reset_attention_mask = true": {
+        "data.reset_attention_mask": True,
+        "model.transformer_impl": "transformer_engine",
+    },
     "precision.fp8 = 'e4m3'": {"precision.fp8": "e4m3", "precision.fp8_emulated": True},
     "optimizer.sharding = 'zero1'": {"optimizer.sharding": "zero1"},
 }
@@ -50,6 +53,16 @@ def test_off_with_a_note_or_refused_where_something_does(named):
     with pytest.raises(ConfigError, match="feedback.prefix_reuse = true: ") as refused:
         validate_config(config)
     assert named in str(refused.value)
+
+
+def test_with_transformer_engine_on_request_alone():
+    config = config_of(**{"model.transformer_impl": "transformer_engine"})
+    assert not reuses_prefix(config)
+    (note,) = [note for note in make_plan(config, 1, 1000).notes if note.startswith("feedback.prefix_reuse is off")]
+    assert "on request" in note and "set it to true" in note
+    config.feedback.prefix_reuse = True
+    validate_config(config)
+    assert reuses_prefix(config) and saved_share(config) > 0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])

@@ -127,3 +127,21 @@ def test_the_report_of_a_machine_that_cannot_train(monkeypatch):
     report = precision_report.precision_report(make(precision__fp8="e4m3", feedback__schedule="standard"))
     assert report.backend is None and "there is no GPU" in report.problem and "note: precision.fp8" in report.describe()
     assert all(later == "-" for _, _, later, _ in report.products)
+
+
+@pytest.mark.parametrize(
+    "backend, reuse, passes, told",
+    [
+        ("torch", None, "progressive", "what follows their plain prefix"),
+        ("torch", False, "progressive", "whole rows"),
+        ("transformer_engine", None, "progressive", "whole rows (feedback.prefix_reuse: Transformer Engine computes"),
+        ("transformer_engine", True, "progressive", "what follows their plain prefix"),
+        ("torch", None, "standard", "there are none"),
+    ],
+)
+def test_the_report_says_what_extra_passes_compute(monkeypatch, backend, reuse, passes, told):
+    config = PretrainConfig()
+    config.feedback.schedule, config.feedback.prefix_reuse = passes, reuse
+    monkeypatch.setattr(precision_report, "backend_of", lambda config: backend)
+    report = precision_report.precision_report(config)
+    assert report.extra_passes.startswith(told) and f"extra passes        {told}" in report.describe()
