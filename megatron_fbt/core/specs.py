@@ -33,9 +33,15 @@ def _keep_uninitialised(weight: torch.Tensor) -> None:
     """Initial values are set by megatron_fbt.model.initialise, not by the layers."""
 
 
+def _blank(precision: PrecisionConfig) -> Callable[[torch.Tensor], Any]:
+    """What layers do with new weights; the delayed recipe would remember the values that become 8 bits."""
+    return torch.nn.init.zeros_ if precision.fp8_param_gather else _keep_uninitialised
+
+
 def transformer_config(config: PretrainConfig) -> TransformerConfig:
     """Megatron-Core's configuration of the stack."""
     model, parallel, dtype = config.model, config.parallel, DTYPES[config.precision.dtype]
+    blank = _blank(config.precision)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -60,8 +66,8 @@ def transformer_config(config: PretrainConfig) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fuses_weight_gradients(config),
         persist_layer_norm=False,
-        init_method=_keep_uninitialised,
-        output_layer_init_method=_keep_uninitialised,
+        init_method=blank,
+        output_layer_init_method=blank,
         embedding_init_method=_keep_uninitialised,
         params_dtype=dtype,
         pipeline_dtype=dtype,

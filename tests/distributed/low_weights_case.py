@@ -1,7 +1,7 @@
 """Runs whose weights are kept and gathered in 8 bits, and their checkpoints, over stand-ins for Transformer Engine."""
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -42,6 +42,15 @@ def options(built: Built) -> Tuple[bool, bool, Optional[str]]:
     return buffers.fp8_param_gather, buffers.reuse_grad_buf_for_mxfp8_param_ag, optimizer.fp8_recipe
 
 
+def blank(built: Built) -> List[float]:
+    """What layers make of memory that holds ones, before it is quantised for the first time."""
+    methods = (built.stage.config.init_method, built.stage.config.output_layer_init_method)
+    memories = [torch.ones(2) for _ in methods]
+    for method, memory in zip(methods, memories):
+        method(memory)
+    return [memory.amax().item() for memory in memories]
+
+
 def run(rank: int, world_size: int, grid: Grid, folder: Path) -> Dict[str, Any]:
     """Each case: two steps, saved, and two more; then every case from every checkpoint."""
     install()
@@ -51,6 +60,7 @@ def run(rank: int, world_size: int, grid: Grid, folder: Path) -> Dict[str, Any]:
         found["kept", case.name] = sorted(low_weights(built))
         found["bytes", case.name] = built.optimizer.held_bytes().weights
         found["options", case.name] = options(built)
+        found["blank", case.name] = blank(built)
         first = take(built, range(2))
         state = TrainerState(step=2, updates=2, fusion_updates=2)
         keeper = Checkpointer(folder / case.name, None, layout)

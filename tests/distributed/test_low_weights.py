@@ -37,6 +37,11 @@ def test_megatron_core_is_told(ranks):
         assert found["options", "plain"] == (False, False, None)
 
 
+def test_nothing_is_quantised_that_memory_happens_to_hold(ranks):
+    assert ranks[0]["blank", "low"] == ranks[0]["blank", "blocks"] == [0.0, 0.0]
+    assert ranks[0]["blank", "plain"] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("name", ["low", "blocks"])
 def test_training_is_that_of_weights_rounded_where_they_are_used(ranks, name):
     for found in ranks:
