@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import fp8_utils, tensor_parallel
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.extensions import transformer_engine as extension
 
 from megatron_fbt.model.fp8 import E4M3, largest, quantise, scale_of
 from tests.distributed.engine import replace_engine
@@ -166,6 +167,7 @@ def cast_masters(
 def install() -> None:
     """Replace what needs a GPU, in this process."""
     replace_engine(LowColumn, LowRow, get_fp8_context)
+    extension.TEColumnParallelLinear = lambda *args, skip_bias_add, is_expert, **kwargs: LowColumn(*args, **kwargs)
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS, fp8_utils.FP8_TENSOR_CLASS = True, LowTensor
     fp8_utils.HAVE_TE_MXFP8TENSOR, fp8_utils.MXFP8Tensor = True, BlockTensor
     fp8_utils._modify_underlying_storage_impl = replace_storage

@@ -18,6 +18,7 @@ SHARED = {
     "model.make_vocab_size_divisible_by": 16,
     "precision.dtype": "bf16",
     "precision.fp8": "hybrid",
+    "precision.fp8_fusion": True,
     "precision.num_layers_at_end_in_bf16": 1,
     "optimizer.sharding": "megatron",
 }
