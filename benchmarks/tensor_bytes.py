@@ -28,6 +28,8 @@ class TensorBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.marks: List[Tuple[str, int]] = []
         """(name, bytes alive) in the order of `mark`."""
+        self.samples: List[int] = []
+        """Bytes alive after each operator."""
         self._origins = origins
         self._alive: Dict[int, Tuple[Any, int, str]] = {}
         self._known: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -41,6 +43,11 @@ class TensorBytes(TorchDispatchMode):
         """Note the bytes alive at a point of the step."""
         self.marks.append((name, self.now))
 
+    def timeline(self, parts: int) -> List[int]:
+        """Most bytes alive in each of so many equal parts of the operators."""
+        edges = [len(self.samples) * part // parts for part in range(parts + 1)]
+        return [max(self.samples[a : max(b, a + 1)], default=0) for a, b in zip(edges, edges[1:])]
+
     def largest(self) -> List[Tuple[str, int]]:
         """(origin, bytes) of what was alive at the peak, largest first."""
         return self._at_peak.most_common()
@@ -52,6 +59,7 @@ class TensorBytes(TorchDispatchMode):
         for result in tree_leaves(results):
             if isinstance(result, torch.Tensor) and id(result.untyped_storage()) not in given:
                 self._count(result.untyped_storage(), str(operator))
+        self.samples.append(self.now)
         return results
 
     def _count(self, storage: torch.UntypedStorage, operator: str) -> None:
