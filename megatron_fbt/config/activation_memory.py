@@ -7,7 +7,8 @@ whole rows, the most that they can compute.
 from dataclasses import dataclass
 from typing import List, Tuple
 
-from megatron_fbt.config.parameter_count import padded_vocab_size
+from megatron_fbt.config.deepspeed import ZERO_STAGES
+from megatron_fbt.config.parameter_count import padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.reuse import reuses_prefix
@@ -70,9 +71,13 @@ class _Estimate:
         self.flight, self.policy = passes_in_flight(config, stage), config.memory.policy
         self.several = config.feedback.max_passes > 1
         self.reuses = self.several and reuses_prefix(config)
-        self.chunked = config.memory.chunks_loss(config.optimizer.sharding)
+        self.chunked = config.memory.chunks_loss(config.optimizer.sharding) and not config.precision.fp8_head
         rows = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
         self.rows = rows // parallel.tensor_model_parallel_size
+        one_graph = config.optimizer.sharding in ZERO_STAGES
+        weights = stage_parameters(model, parallel, vocab_size)[stage].total
+        self.waiting_gradients = self.number * weights if one_graph and self.several else 0
+        """Bytes of weight gradients of later passes, where one backward goes through all passes."""
 
     def moments(self) -> List[Tuple[int, int]]:
         """(activations, soft-max) at the points of a step that may be its fullest."""
@@ -85,7 +90,7 @@ class _Estimate:
             whole += EXCHANGED * self.number * self.tokens * self.hidden
             return [(whole, logits), (whole + max(backward, self.table()), self.kept_logits())]
         found = [(whole, logits), (whole + self.backward(self.policy.of_pass(last=True)), self.kept_logits())]
-        mode, waiting = self.policy.of_pass(last=False), self.shared_keys()
+        mode, waiting = self.policy.of_pass(last=False), self.shared_keys() + self.waiting_gradients
         for left in range(flight.total - 1, -1, -1):  # passes whose backward is still to come
             held = left and first + (left - 1) * middle + waiting
             softmax = self.kept_logits() * left // flight.total

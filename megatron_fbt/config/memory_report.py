@@ -78,7 +78,8 @@ def rank_memory(
     shared = -(-held.total // data_parallel_size)
     stepped = held.total if sharding == "none" else shared
     moments = 8 * stepped - (4 * held.hidden_matrices if config.optimizer.type == "muon" else 0)
-    activations, logits = peak_activations(config, stage, vocab_size)
+    asked = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, sharding=sharding))
+    activations, logits = peak_activations(asked, stage, vocab_size)
     return RankMemory(
         weights=(2 if low else 4) * (shared if zero == 3 else held.total),
         gradients=4 * (shared if zero >= 2 else held.total),

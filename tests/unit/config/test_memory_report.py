@@ -4,7 +4,7 @@ import pytest
 
 from megatron_fbt.config.activation_memory import InFlight, layer_elements, passes_in_flight, peak_activations
 from megatron_fbt.config.memory_report import memory_report, memory_table, rank_memory
-from megatron_fbt.config.parameter_count import StageCount
+from megatron_fbt.config.parameter_count import StageCount, stage_parameters
 from megatron_fbt.config.pretrain import PretrainConfig
 
 
@@ -91,3 +91,12 @@ def test_more_computed_again_needs_no_more_and_more_passes_need_no_less():
         none, early, whole = (found[key] for key in found if key[0] == schedule)
         assert none >= early > whole
     assert all(found[("full", *key[1:])] > size for key, size in found.items() if key[0] == "standard")
+
+
+def test_one_backward_through_all_passes_keeps_their_weights_gradients():
+    config = config_of("fp32")
+    config.feedback.prefix_reuse, config.memory.chunked_loss = False, False
+    config.memory.recompute, config.data.sequence_length = "full", 64
+    apart, together = (rank_memory(config, 0, HELD, sharding, 1, 1000).activations for sharding in ("none", "zero1"))
+    weights = 4 * stage_parameters(config.model, config.parallel, 1000)[0].total
+    assert 0.5 * weights < together - apart <= weights
