@@ -8,6 +8,8 @@ from megatron_fbt.errors import ConfigError, DataError
 CHUNK_BYTES = 1 << 18
 """Bytes of text read at once, by the file's own statistics."""
 MOST_ROWS = 1 << 13
+_FEW_ROWS = 32
+"""Rows that are worth a chunk, however few bytes of text they have."""
 _BUFFER = 1 << 20
 """Bytes of a column read from the disk at once."""
 
@@ -31,20 +33,33 @@ def read_rows(file: InputFile, keys: Sequence[str]) -> Iterator[Tuple[bytes, int
         DataError: The file cannot be read, is cut or damaged, or has a column twice.
     """
     pyarrow, parquet = _import_pyarrow()
+    options = {"pre_buffer": False, "buffer_size": _BUFFER, "memory_map": False, "page_checksum_verification": True}
     try:
-        with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=_BUFFER, memory_map=False) as table:
+        with parquet.ParquetFile(file.path, **options) as table:
+            _check_rows("the sum of its row groups", _rows_of_groups(table.metadata), table.metadata.num_rows)
             total = max(table.metadata.num_rows, 1)
             names = [name for name in keys if name in table.schema_arrow.names]
             twice = [name for name in names if table.schema_arrow.names.count(name) > 1]
             if twice:
-                raise DataError(f"input {file.path}: it has several columns named '{twice[0]}'; rename all but one")
+                raise DataError(f"it has several columns named '{twice[0]}'; rename all but one")
             done = 0
             for first, count in _batches(table, names):
                 done += count
                 yield _to_bytes(pyarrow, first), count, file.size * done // total
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
+    except DataError as error:
+        raise DataError(f"input {file.path}: {error}") from error
+    except Exception as error:  # pyarrow raises whatever comes up for damaged files
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"input {file.path}: the Parquet file is cut off, damaged or unreadable: {reason}") from error
+
+
+def _rows_of_groups(metadata) -> int:
+    return sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+
+
+def _check_rows(what: str, found: int, told: int) -> None:
+    if found != told:
+        raise DataError(f"the Parquet file is damaged: {what} has {found} rows, its footer says {told}; copy it again")
 
 
 def _batches(table, names: List[str]) -> Iterator[Tuple[Any, int]]:
@@ -53,14 +68,21 @@ def _batches(table, names: List[str]) -> Iterator[Tuple[Any, int]]:
             yield None, min(MOST_ROWS, table.metadata.num_rows - first)
         return
     for group in range(table.metadata.num_row_groups):
-        rows = _rows_at_once(table.metadata.row_group(group), names)
-        for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=names, use_threads=False):
+        told, found = table.metadata.row_group(group).num_rows, 0
+        for batch in table.iter_batches(_rows_at_once(table, group, names), [group], names, use_threads=False):
+            found += batch.num_rows
             yield batch, batch.num_rows
+        _check_rows(f"row group {group} (from 0)", found, told)
 
 
-def _rows_at_once(group, names: List[str]) -> int:
-    columns = [group.column(i) for i in range(group.num_columns)]
-    size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in names)
+def _rows_at_once(table, number: int, names: List[str]) -> int:
+    group = table.metadata.row_group(number)
+    size = group.total_byte_size
+    if not 0 < size * _FEW_ROWS <= CHUNK_BYTES * group.num_rows:  # the other columns may be most of it
+        # Asking for a column of a damaged footer ends the process inside pyarrow; reading a row of it raises instead.
+        next(table.iter_batches(1, [number], names, use_threads=False), None)
+        wanted = [i for i in range(group.num_columns) if table.schema.column(i).path.split(".")[0] in names]
+        size = sum(group.column(i).total_uncompressed_size for i in wanted)
     return max(1, min(MOST_ROWS, CHUNK_BYTES * group.num_rows // max(size, 1)))
 
 
@@ -98,10 +120,17 @@ def rows_of(content: bytes, keys: Sequence[str], count: int = 0) -> Iterator[Lis
     if content:
         pyarrow, _ = _import_pyarrow()
         table = pyarrow.ipc.open_stream(content).read_all()
-        columns, count = {name: table.column(name).to_pylist() for name in table.column_names}, table.num_rows
+        columns, count = {name: _cells(table.column(name)) for name in table.column_names}, table.num_rows
     missing = [NoColumn] * count
     for cells in zip(*(columns.get(key, missing) for key in keys), strict=True):
         yield list(cells)
+
+
+def _cells(column) -> List[Any]:
+    try:
+        return column.to_pylist()
+    except (ArithmeticError, ValueError):  # such as dates beyond those of Python, and no texts in any case
+        return [column.type if valid else None for valid in column.is_valid().to_pylist()]
 
 
 def parse_cell(cell: Any, key: str) -> Optional[str]:
