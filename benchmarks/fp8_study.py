@@ -52,7 +52,7 @@ def iterate(run: Run, passes: int) -> List[Tuple[float, float]]:
 def main() -> None:
     """Train and iterate in every format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of training; every third one has 2 and 3 passes")
+    parser.add_argument("--steps", type=int, default=300, help="of training; a third has 2 passes, a third 3")
     parser.add_argument("--passes", type=int, default=60, help="that are iterated, at most the row's 64")
     options = parser.parse_args()
     layout = initialize_parallel(PretrainConfig().parallel, seed=1)
