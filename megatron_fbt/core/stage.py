@@ -24,6 +24,7 @@ from megatron_fbt.core.specs import block_spec, column_linear, fusion_context, t
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.model.attention_mask import KeyValueJoin
 from megatron_fbt.model.chunked_loss import LossShard, chunked_loss
+from megatron_fbt.model.embedding import BufferedEmbedding
 from megatron_fbt.model.fusion import build_fusion
 from megatron_fbt.model.initialise import global_name, initialise_parameters
 from megatron_fbt.model.layers import rms_normalize
@@ -54,6 +55,9 @@ class FBTStage(LanguageModule):
             self.embedding = LanguageModelEmbedding(
                 mcore, padded_vocab_size, sequence_length, position_embedding_type="rope", tp_group=self.tp_group
             )
+            if config.optimizer.sharding not in ZERO_STAGES and not config.parallel.overlap_grad_reduce:
+                # With overlap Megatron-Core waits for a gradient of every parameter.
+                self.embedding.word_embeddings.__class__ = BufferedEmbedding
             kind, linear = config.feedback.fusion, column_linear(config, config.precision.fp8_fusion)
             scale, context = resolved_input_scale(config), fusion_context(config, mcore)
             self.fusion = build_fusion(kind, mcore, scale, self.tp_group, linear, context)
