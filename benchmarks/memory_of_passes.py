@@ -14,7 +14,7 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Dict, List, Optional, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -66,7 +66,7 @@ class Model:
         self.optimizer = build_optimizer(self.config, self.stage, layout)
         self.batches = random_batches(shape, micro_batches=1)
         self.recipe = FixedPrefix(self.config.feedback, self.config.run.seed, training=True)
-        self.pairs = args.pairs
+        self.pairs = 0 if args.memory_only else args.pairs
         self.state = largest_rank(self.config, self.config.optimizer.sharding, 1, self.vocab_size).states
 
     def set(self, passes: int, policy: RecomputePolicy) -> None:
@@ -90,8 +90,10 @@ class Model:
         timeline, total = counted.timeline(TIMELINE), counted.peak + self.state
         return {"peak": counted.peak, "total": total, "left": counted.now, "timeline": timeline}
 
-    def time(self, passes: int, policy: RecomputePolicy) -> float:
-        """Against K = 1 without recompute, the median of pairs."""
+    def time(self, passes: int, policy: RecomputePolicy) -> Optional[float]:
+        """Against K = 1 without recompute, the median of pairs; None = it is not asked for."""
+        if self.pairs == 0:
+            return None
         plain = RecomputePolicy()
         step, one = (lambda: self.step(passes, policy)), (lambda: self.step(1, plain))
         return alternate(step, one, self.pairs, warm_up=0).median
@@ -142,10 +144,11 @@ def table(prefix: int, found: Dict) -> List[str]:
     for passes in BARS:
         for row in found[f"K={passes}"]:
             policy = RecomputePolicy(row["recompute"], row["recompute_passes"])
+            time = "-" if row["time"] is None else f"{row['time']:.3f}"
             lines.append(
                 f"K={passes}{'*' if row['automatic'] else ' '} {row['budget']:6.2f} {str(policy):<17} "
                 f"{row['estimate'] / 2**20:8.0f} {row['peak'] / 2**20:6.0f} {row['peak_ratio']:6.3f} "
-                f"{row['total'] / 2**20:6.0f} {row['total_ratio']:6.3f} {row['time']:6.3f} {row['computed_again']:6.1%}"
+                f"{row['total'] / 2**20:6.0f} {row['total_ratio']:6.3f} {time:>6} {row['computed_again']:6.1%}"
             )
             if row["automatic"]:
                 lines.append("     timeline " + " ".join(f"{size / 2**20:.0f}" for size in row["timeline"]))
@@ -169,6 +172,7 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--pairs", type=number_of_pairs, default=2, help="pairs of each time")
+    parser.add_argument("--memory_only", action="store_true", help="take no times")
     parser.add_argument("--prefix", type=int, action="append", help="positions, again for another; T/4 and 1 if absent")
     parser.add_argument("--hidden_size", type=int, default=512)
     parser.add_argument("--num_layers", type=int, default=8)
