@@ -191,7 +191,7 @@ def time_parts(kind: str, path: str, source: Path, folder: Path) -> Dict[str, fl
     from megatron_fbt.data.chunks import make_chunks
     from megatron_fbt.data.encode import Encoder, EncodeSettings
     from megatron_fbt.data.indexed import IndexedWriter
-    from megatron_fbt.data.inputs import find_inputs
+    from megatron_fbt.data.input_files import find_inputs
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     settings = EncodeSettings(kind, path)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Iterator, Optional, Sequence, Tuple
 
-from megatron_fbt.data.inputs import PARQUET_SUFFIX, InputFile, read_line_blocks
+from megatron_fbt.data.input_files import PARQUET_SUFFIX, InputFile
+from megatron_fbt.data.inputs import read_line_blocks
 from megatron_fbt.data.parquet import read_rows
 
 CHUNK_BYTES = 1 << 18

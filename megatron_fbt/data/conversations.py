@@ -21,14 +21,8 @@ from megatron_fbt.config.data import DataConfig
 from megatron_fbt.data.cache_folder import cached_folder, read_array, read_report, unreadable, write_report
 from megatron_fbt.data.chat import ASSISTANT, ChatEncoder, chat_template
 from megatron_fbt.data.encode import narrow_ids, token_dtype
-from megatron_fbt.data.inputs import (
-    BadRecord,
-    InputFile,
-    check_text,
-    find_inputs,
-    parse_lines,
-    parse_object,
-)
+from megatron_fbt.data.input_files import InputFile, run_inputs
+from megatron_fbt.data.inputs import BadRecord, check_text, parse_lines, parse_object
 from megatron_fbt.data.progress import Progress
 from megatron_fbt.data.tokenizer import Tokenizer
 from megatron_fbt.errors import DataError
@@ -107,7 +101,7 @@ def prepare_conversations(config: DataConfig, cache: str, tokenizer: Tokenizer) 
         DataError: A file cannot be read, or a line is no conversation: naming file and line.
     """
     try:
-        files = find_inputs(config.paths, "jsonl")
+        files = run_inputs(config.paths)
     except DataError as error:
         remedy = "with data.format conversations, name .jsonl files or folders of them"
         raise DataError(f"data.paths: {error}; {remedy}") from error

@@ -1,26 +1,23 @@
-"""Raw text files: finding them, reading them, and judging each record.
+"""Raw text files: reading them, and judging each record.
 
 A record is one line of a JSON Lines file, one row of a Parquet file (see parquet.py) or one whole text file. Nothing
 here keeps more than a chunk in memory.
 """
 
-import glob
 import gzip
 import json
-import os
-import stat
 import zlib
-from dataclasses import dataclass
-from typing import Callable, Iterator, List, NoReturn, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
+from megatron_fbt.data.input_files import PARQUET_SUFFIX, InputFile, input_file
 from megatron_fbt.errors import ConfigError, DataError
 
 Parsed = TypeVar("Parsed")
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-PARQUET_SUFFIX = ".parquet"
 BLOCK = 1 << 20
 """Bytes read at once."""
+_MAX_WINDOW = 1 << 31
+"""Of a .zst file, in bytes: all that ``zstd --long=31`` can ask for."""
 
 EMPTY_TEXT = "empty_text"
 """The one reason to leave out a record that is no fault: its text is empty or blank."""
@@ -36,128 +33,6 @@ class BadRecord(ValueError):
     def __init__(self, kind: str, detail: str):
         super().__init__(detail)
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """One file to read.
-
-    Attributes:
-        path: Where it is.
-        size: Bytes on disk.
-        mtime_ns: When it was last changed; -1 for a pipe, of which nothing tells whether it is the same again.
-    """
-
-    path: str
-    size: int
-    mtime_ns: int = -1
-
-
-def find_inputs(
-    paths: Sequence[str],
-    input_format: str,
-    suffixes: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    parquet: bool = False,
-    left_out: Optional[List[str]] = None,
-) -> List[InputFile]:
-    """The files to read: those named or matched, and those inside such folders; hidden ones are left out.
-
-    Args:
-        paths: Files, folders, and patterns such as ``data/*.jsonl`` or ``data/**/part-?.jsonl`` that no shell has
-            expanded. What a pattern matches, and what a folder holds, comes in sorted order.
-        input_format: ``jsonl`` or ``files`` (each file is one document).
-        suffixes: Endings of file names to take from folders; empty = .jsonl, .jsonl.gz, .jsonl.zst for ``jsonl`` and
-            every file for ``files``.
-        exclude: Names of folders and files to leave out, e.g. ``site-packages``.
-        parquet: Take .parquet files from folders, too, where no suffixes are given.
-        left_out: Gets a line for each link in a folder that is not followed.
-
-    Raises:
-        DataError: A path does not exist, a folder cannot be read, or nothing was found.
-    """
-    records = JSONL_SUFFIXES + ((PARQUET_SUFFIX,) if parquet else ())
-    endings = tuple(suffixes) or (records if input_format == "jsonl" else ())
-    found = []
-    for path in paths:
-        for match in _matches(str(path)):
-            if os.path.isdir(match):
-                found += _walk(match, endings, frozenset(exclude), [] if left_out is None else left_out)
-            else:
-                found.append(match)
-    if not found:
-        wanted = ", ".join(endings) if endings else "any name"
-        raise DataError(f"input {', '.join(map(str, paths))}: no file to read was found (looked for {wanted})")
-    return [_input_file(path) for path in found]
-
-
-def _matches(path: str) -> List[str]:
-    """A path that exists, or what a pattern matches."""
-    if os.path.exists(path):
-        return [path]
-    if not glob.has_magic(path):
-        raise DataError(f"input {path}: no such file or folder")
-    _check_folders(path)
-    found = sorted(glob.glob(path, recursive=True), key=_by_parts)
-    if not found:
-        raise DataError(f"input {path}: no file or folder matches this pattern")
-    return found
-
-
-def _check_folders(pattern: str) -> None:
-    """Raise DataError for a folder that cannot be read, which a pattern would leave out."""
-    parts = pattern.split(os.sep)
-    for i, part in enumerate(parts):
-        above = os.sep.join(parts[:i]) or (os.sep if i else os.curdir)
-        for folder in glob.glob(above, recursive=True) if glob.has_magic(part) else ():
-            next(os.walk(folder, onerror=_unreadable) if os.path.isdir(folder) else iter(()), None)
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise DataError(f"input {error.filename}: cannot be read: {error.strerror}") from error
-
-
-def _by_parts(path: str) -> List[str]:
-    return path.split(os.sep)
-
-
-def _input_file(path: str) -> InputFile:
-    try:
-        facts = os.stat(path)
-    except OSError as error:
-        _unreadable(error)
-    return InputFile(path, facts.st_size, facts.st_mtime_ns if stat.S_ISREG(facts.st_mode) else -1)
-
-
-def sort_inputs(files: Sequence[InputFile]) -> Tuple[List[InputFile], List[str]]:
-    """Files in the order of their paths, each once, whatever the order, overlap and links of what named them.
-
-    Returns:
-        The files, and the paths of those that were named more than once.
-    """
-    by_path, repeated = {}, set()
-    for file in sorted(files, key=lambda file: _by_parts(os.path.abspath(file.path))):
-        known = by_path.setdefault(os.path.realpath(file.path), file)
-        if known is not file:
-            repeated.add(known.path)
-    return list(by_path.values()), sorted(repeated)
-
-
-def _walk(folder: str, endings: Tuple[str, ...], exclude: frozenset, left_out: List[str]) -> List[str]:
-    found = []
-    for root, folders, names in os.walk(folder, onerror=_unreadable):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in exclude)
-        links = (os.path.join(root, name) for name in folders if os.path.islink(os.path.join(root, name)))
-        left_out += [f"{path}: left out, because it is a link to a folder; name it, too, to read it" for path in links]
-        for name in sorted(names):
-            path = os.path.join(root, name)
-            if name.startswith(".") or name in exclude or (endings and not name.endswith(endings)):
-                continue
-            if os.path.isfile(path):
-                found.append(path)
-            else:
-                left_out.append(f"{path}: left out, because it is no file, or a link to nothing")
-    return sorted(found, key=_by_parts)
 
 
 def read_blocks(file: InputFile) -> Iterator[Tuple[bytes, int]]:
@@ -207,7 +82,7 @@ def _zstd_blocks(stream) -> Iterator[Tuple[bytes, int]]:
             block = pending or stream.read(BLOCK // 8)
             if not block:
                 break
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
             yield frame.decompress(block), _position(stream)
             pending = b""
             if frame.eof:
@@ -365,7 +240,7 @@ def read_text_file(path: str) -> Optional[str]:
         BadRecord: It is not UTF-8 text.
         DataError: It cannot be read.
     """
-    content = b"".join(block for block, _ in read_blocks(_input_file(path)))
+    content = b"".join(block for block, _ in read_blocks(input_file(path)))
     try:
         return check_text(content.decode("utf-8"))
     except UnicodeDecodeError as error:

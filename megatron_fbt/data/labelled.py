@@ -21,7 +21,8 @@ import torch
 from megatron_fbt.config.data import DataConfig, parse_split
 from megatron_fbt.data.cache_folder import cached_folder, read_array, read_report, unreadable, write_report
 from megatron_fbt.data.first_rank import is_first_rank
-from megatron_fbt.data.inputs import BadRecord, InputFile, find_inputs, parse_lines, parse_object
+from megatron_fbt.data.input_files import InputFile, run_inputs
+from megatron_fbt.data.inputs import BadRecord, parse_lines, parse_object
 from megatron_fbt.data.packing import shuffled
 from megatron_fbt.data.progress import Progress
 from megatron_fbt.data.splits import document_ranges
@@ -83,7 +84,7 @@ def prepare_labelled(config: DataConfig, cache: str, vocab_size: int) -> Iterato
     Raises:
         DataError: A file cannot be read, or a line is no row: naming file and line.
     """
-    files = find_inputs(config.paths, "jsonl")
+    files = run_inputs(config.paths)
 
     def write(folder: Path) -> Iterator[None]:
         return _write(files, config.sequence_length, vocab_size, folder)

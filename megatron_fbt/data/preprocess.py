@@ -10,7 +10,7 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from megatron_fbt.data.chunks import Chunk, make_chunks
 from megatron_fbt.data.encode import Encoder, EncodeSettings
-from megatron_fbt.data.inputs import InputFile, find_inputs, sort_inputs
+from megatron_fbt.data.input_files import TWICE, InputFile, find_inputs, sort_inputs
 from megatron_fbt.data.output_files import check_prefix
 from megatron_fbt.data.output_lock import remove_left_locks
 from megatron_fbt.data.progress import Progress
@@ -31,7 +31,7 @@ class PreprocessOptions:
         inputs: Files, folders and patterns.
         output: Prefix of the output; with several keys PREFIX_KEY for each.
         encode: Tokenizer, keys and policy.
-        suffixes: See megatron_fbt.data.inputs.find_inputs.
+        suffixes: See megatron_fbt.data.input_files.find_inputs.
         exclude: Likewise.
         workers: Processes that encode; 1 = no other process.
         shards: Pairs of files to write for each key.
@@ -84,7 +84,7 @@ class PreprocessOptions:
         if not files:
             raise DataError(f"input {', '.join(map(str, self.inputs))}: it holds nothing but this command's output")
         for path in repeated:
-            note(f"input {path}: named more than once, read once")
+            note(f"input {path}: {TWICE}")
         if len(files) < self.shards:
             raise ConfigError(
                 f"--shards is {self.shards}, but there are {len(files)} input files, which are not cut: "

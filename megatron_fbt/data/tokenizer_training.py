@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterable, Iterator, List, Sequence
 
-from megatron_fbt.data.inputs import find_inputs, iterate_documents
+from megatron_fbt.data.input_files import TWICE, each_once, find_inputs
+from megatron_fbt.data.inputs import iterate_documents
 from megatron_fbt.data.output_files import check_prefix
 from megatron_fbt.errors import ConfigError, DataError
 
@@ -29,7 +30,7 @@ class TokenizerTraining:
         sample_sentences: Pieces of text (up to 8 lines, 2,000 characters) drawn at random from all the input.
         input_format: ``jsonl`` or ``files``.
         json_key: Key of the text.
-        suffixes: See megatron_fbt.data.inputs.find_inputs.
+        suffixes: See megatron_fbt.data.input_files.find_inputs.
         exclude: Likewise.
         seed: Of the draw. Equal input and seed give an equal model.
     """
@@ -65,8 +66,9 @@ def train_tokenizer(training: TokenizerTraining) -> dict:
     """
     training.validate()
     left_out: List[str] = []
-    files = find_inputs(training.inputs, training.input_format, training.suffixes, training.exclude, True, left_out)
-    for line in left_out:
+    found = find_inputs(training.inputs, training.input_format, training.suffixes, training.exclude, True, left_out)
+    files, repeated = each_once(found)
+    for line in [*left_out, *(f"{path}: {TWICE}" for path in repeated)]:
         print(f"input {line}", file=sys.stderr)
     documents = iterate_documents(files, training.input_format, training.json_key)
     sample = draw_sample(text_pieces(documents), training.sample_sentences, training.seed)

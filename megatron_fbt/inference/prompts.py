@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, TextIO, Tuple, Union
 
 from megatron_fbt.data.chat import ASSISTANT, ChatEncoder
-from megatron_fbt.data.inputs import JSONL_SUFFIXES, BadRecord, InputFile, check_text, parse_object, read_lines
+from megatron_fbt.data.input_files import JSONL_SUFFIXES, InputFile
+from megatron_fbt.data.inputs import BadRecord, check_text, parse_object, read_lines
 from megatron_fbt.data.tokenizer import HuggingFaceTokenizer
 from megatron_fbt.errors import CheckpointError, ConfigError, DataError
 

@@ -7,7 +7,8 @@ import os
 import pytest
 import zstandard
 
-from megatron_fbt.data.inputs import BadRecord, find_inputs, parse_line, read_lines, read_text_file, sort_inputs
+from megatron_fbt.data.input_files import find_inputs, run_inputs, sort_inputs
+from megatron_fbt.data.inputs import BadRecord, parse_line, read_lines, read_text_file
 from megatron_fbt.errors import DataError
 
 BAD_LINES = {
@@ -172,3 +173,40 @@ def test_missing_and_empty_inputs_are_named(tmp_path):
         find_inputs([str(tmp_path / "nowhere")], "jsonl")
     with pytest.raises(DataError, match="no file to read.*jsonl"):
         find_inputs([str(tmp_path)], "jsonl")
+
+
+def test_hard_links_are_one_file_whatever_leads_to_them(tmp_path):
+    for name in ("b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_bytes(line(name))
+    os.link(tmp_path / "b.jsonl", tmp_path / "a.jsonl")
+    os.symlink(tmp_path / "a.jsonl", tmp_path / "d.jsonl")
+    files, repeated = sort_inputs(find_inputs([str(tmp_path)], "jsonl"))
+    assert [os.path.basename(file.path) for file in files] == ["a.jsonl", "c.jsonl"]
+    assert repeated == [str(tmp_path / "a.jsonl")]
+
+
+def test_files_without_hard_links_are_told_apart_where_the_disk_gives_them_one_number(tmp_path, monkeypatch):
+    for name in ("b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_bytes(line(name))
+    files = find_inputs([str(tmp_path)], "jsonl")
+    facts = os.stat(tmp_path / "b.jsonl")
+    monkeypatch.setattr(os, "stat", lambda *_, **__: facts)
+    assert sort_inputs(files) == (files, [])
+
+
+def test_the_files_of_a_run_keep_their_order_and_repeats_are_told(tmp_path, caplog):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(line(name))
+    files = run_inputs([str(tmp_path / "b.jsonl"), str(tmp_path), str(tmp_path / "b.jsonl")])
+    assert [os.path.basename(file.path) for file in files] == ["b.jsonl", "a.jsonl"]
+    assert caplog.messages == [f"data.paths {tmp_path}/b.jsonl: named more than once, read once"]
+
+
+@pytest.mark.parametrize("log", [28, 31])
+def test_frames_of_the_longest_windows_are_read(tmp_path, log):
+    window = (log - 10) << 3
+    header = b"\x28\xb5\x2f\xfd\x00" + bytes([window])  # no content size, window of 1 << log
+    content = line("a" * 50)
+    block = (len(content) << 3 | 1).to_bytes(3, "little") + content  # the last one, stored as it is
+    (tmp_path / "a.jsonl.zst").write_bytes(header + block)
+    assert [raw for raw, _ in read_lines(find_inputs([str(tmp_path)], "jsonl")[0])] == [content]
