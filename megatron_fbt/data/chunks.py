@@ -38,6 +38,10 @@ class Chunk:
         """What a record is called."""
         return "line" if self.rows is None else "row"
 
+    def place(self, number: int) -> str:
+        """File, and line or row, of the record of a number from 0."""
+        return self.files[number] if self.files else f"{self.path}, {self.unit} {self.first + number}"
+
     def without_content(self) -> "Chunk":
         """The chunk's place in the input."""
         return replace(self, lines=b"", rows=None, files=())

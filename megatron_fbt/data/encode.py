@@ -10,6 +10,7 @@ from megatron_fbt.config.data import TokenizerConfig
 from megatron_fbt.data.chunks import Chunk
 from megatron_fbt.data.inputs import BadRecord, parse_line, read_text_file
 from megatron_fbt.data.tokenizer import TextEncoder, Tokenizer, build_tokenizer
+from megatron_fbt.data.unencodable import UnencodableText
 from megatron_fbt.errors import DataError
 
 
@@ -77,6 +78,7 @@ class Encoder:
         result, skipped = Encoded(), Counter()
         keys = self.settings.keys
         texts: List[List[str]] = [[] for _ in keys]
+        numbers: List[List[int]] = [[] for _ in keys]
         blank = [0] * len(keys)
         read, records = _reader(chunk, keys)
         for number, record in enumerate(records):
@@ -84,8 +86,9 @@ class Encoder:
                 found = read(record)
             except BadRecord as error:
                 if not chunk.files and not self.settings.skip_bad_lines:
-                    place = f"{chunk.path}, {chunk.unit} {chunk.first + number}"
-                    result.failure = f"{place}: {error} ({error.kind}); --skip_bad_lines leaves such {chunk.unit}s out"
+                    result.failure = (
+                        f"{chunk.place(number)}: {error} ({error.kind}); --skip_bad_lines leaves such {chunk.unit}s out"
+                    )
                     return result
                 skipped[error.kind] += 1
                 continue
@@ -94,9 +97,13 @@ class Encoder:
                     blank[i] += 1
                 else:
                     texts[i].append(text)
+                    numbers[i].append(number)
         result.skipped = dict(skipped)
-        for kept, empty in zip(texts, blank, strict=True):
-            ids, lengths = self._encode(kept)
+        for kept, places, empty in zip(texts, numbers, blank, strict=True):
+            try:
+                ids, lengths = self._encode(kept)
+            except UnencodableText as error:
+                raise DataError(f"input {chunk.place(places[error.position])}: {error}") from error
             result.ids.append(ids)
             result.lengths.append(lengths)
             result.blank.append(empty + len(kept) - len(lengths))
@@ -110,10 +117,11 @@ class Encoder:
         ends = numpy.cumsum(lengths)
         inside = numpy.flatnonzero(ids == eod)
         if inside.size:
-            text = texts[int(numpy.searchsorted(ends, inside[0], side="right"))]
-            raise DataError(
-                f"the tokenizer turns a part of the text {text[:60]!r} into its end-of-document token {eod}; "
-                "use a tokenizer whose end token cannot come from text"
+            position = int(numpy.searchsorted(ends, inside[0], side="right"))
+            raise UnencodableText(
+                f"the tokenizer turns a part of the text {texts[position][:60]!r} into its end-of-document token "
+                f"{eod}; use a tokenizer whose end token cannot come from text",
+                position,
             )
         kept = lengths > 0
         ids = narrow_ids(ids, self.tokenizer.vocab_size)

@@ -149,6 +149,8 @@ def parse_lines(files: Sequence[InputFile], parse: Callable[[bytes], Parsed]) ->
                 parsed = parse(line)
             except BadRecord as error:
                 raise DataError(f"data.paths {file.path}, line {number}: {error} ({error.kind})") from error
+            except DataError as error:
+                raise DataError(f"data.paths {file.path}, line {number}: {error}") from error
             yield before + position, parsed
         before += file.size
 

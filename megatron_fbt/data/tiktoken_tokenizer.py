@@ -9,13 +9,14 @@ import base64
 import binascii
 import hashlib
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy
 
 from megatron_fbt.data.tokenizer import Tokenizer
+from megatron_fbt.data.unencodable import unencodable
 from megatron_fbt.errors import ConfigError, DataError
 
 TIKTOKEN_FILE = "tokenizer.tiktoken"
@@ -102,22 +103,25 @@ class TiktokenTokenizer(Tokenizer):
         return self._special[name]
 
     def tokenize_batch(self, texts: Sequence[str]) -> List[List[int]]:
-        return [self._guard(self._encoding.encode_ordinary, text) for text in texts]
+        return self._guarded(self._encoding.encode_ordinary, texts)
 
     def tokenize_flat(self, texts: Sequence[str]) -> Tuple[numpy.ndarray, numpy.ndarray]:
         def encode(text: str) -> numpy.ndarray:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
 
-        parts = [self._guard(encode, text) for text in texts]
+        parts = self._guarded(encode, texts)
         lengths = numpy.fromiter(map(len, parts), dtype=numpy.int64, count=len(parts))
         return numpy.concatenate(parts).astype(numpy.int64) if parts else numpy.empty(0, numpy.int64), lengths
 
-    def _guard(self, encode, text: str) -> Any:
+    def _guarded(self, encode, texts: Sequence[str]) -> List[Any]:
         """tiktoken's expressions give up on some texts, such as a million blanks with some patterns."""
+        encoded: List[Any] = []
         try:
-            return encode(text)
+            for text in texts:
+                encoded.append(encode(text))
         except ValueError as error:
-            raise DataError(f"tokenizer {self.path}: it cannot encode the text {text[:60]!r}: {error}") from error
+            raise unencodable(self.path, texts[len(encoded)], error, len(encoded)) from error
+        return encoded
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return b"".join(self._bytes.get(int(token), b"") for token in ids).decode("utf-8", errors="replace")
@@ -145,7 +149,10 @@ def _read_ranks(path: Path, content: bytes) -> Dict[bytes, int]:
             number += 1
             if line:
                 token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
+                piece = base64.b64decode(token, validate=True)
+                if piece in ranks:
+                    raise ValueError(f"the token has come before with rank {ranks[piece]}")
+                ranks[piece] = int(rank)
     except (ValueError, binascii.Error) as error:
         raise DataError(f"tokenizer {path}, line {number}: not a token in base64 and its rank ({error})") from error
     if not ranks:
@@ -155,9 +162,16 @@ def _read_ranks(path: Path, content: bytes) -> Dict[bytes, int]:
     return ranks
 
 
+def _each_key_once(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"it names {twice[0]!r} more than once")
+    return dict(pairs)
+
+
 def _read_facts(path: Path) -> Dict[str, Any]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
         special, eod = facts["special_tokens"], facts.get("eod")
         good = isinstance(facts["pat_str"], str) and all(
             isinstance(name, str) and name and isinstance(token, int) and token >= 0 for name, token in special.items()

@@ -14,7 +14,7 @@ from typing import Dict, List, Optional, Protocol, Sequence, Tuple
 import numpy
 
 from megatron_fbt.config.data import TokenizerConfig
-from megatron_fbt.data.huggingface_files import TOKENIZER_FILES, make_portable
+from megatron_fbt.data.huggingface_files import TOKENIZER_FILES, encode_batch, load_fast_tokenizer, make_portable
 from megatron_fbt.errors import ConfigError, DataError
 
 SPACE_SYMBOL = "\u2581"
@@ -286,7 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path):
         self.path = Path(path)
-        self._tokenizer = _load_fast_tokenizer(self.path)
+        self._tokenizer = load_fast_tokenizer(self.path)
         backend = self._tokenizer.backend_tokenizer
         backend.encode_special_tokens = True
         backend.no_padding()
@@ -313,11 +313,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return eod
 
     def tokenize_batch(self, texts: Sequence[str]) -> List[List[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [encoding.ids for encoding in encode_batch(self._backend, texts, self.path)]
 
     def text_encoder(self) -> TextEncoder:
-        return FastEncoder(self._backend.to_str(), self.vocab_size, self.eod)
+        return FastEncoder(self._backend.to_str(), self.vocab_size, self.eod, self.path)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
@@ -347,7 +346,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
             self._chat_backend = Backend.from_str(self._backend.to_str())
             self._chat_backend.encode_special_tokens = False
-        return self._chat_backend.encode(text, add_special_tokens=False).ids
+        return encode_batch(self._chat_backend, [text], self.path)[0].ids
 
     def save_for_huggingface(self, folder) -> None:
         split = self.saved_chat_template is None
@@ -362,8 +361,8 @@ class HuggingFaceTokenizer(Tokenizer):
 class FastEncoder:
     """A Hugging Face fast tokenizer without transformers, whose import takes longer than many a chunk."""
 
-    def __init__(self, content: str, vocab_size: int, eod: int):
-        self.vocab_size, self.eod = vocab_size, eod
+    def __init__(self, content: str, vocab_size: int, eod: int, path: Path):
+        self.vocab_size, self.eod, self._path = vocab_size, eod, path
         self._content, self._backend = content, None
 
     def __getstate__(self):
@@ -376,23 +375,4 @@ class FastEncoder:
 
             self._backend = Backend.from_str(self._content)
             self._backend.encode_special_tokens = True
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return flatten_ids([encoding.ids for encoding in encodings])
-
-
-def _load_fast_tokenizer(folder: Path):
-    if not folder.is_dir():  # said before the slow import
-        raise DataError(f"tokenizer {folder}: no such folder; data.tokenizer.path must name one with tokenizer files")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        if (folder / "tokenizer_config.json").is_file() or not (folder / "tokenizer.json").is_file():
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, use_fast=True)
-        else:
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"tokenizer {folder}: transformers cannot load it: {reason}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError(f"tokenizer {folder}: not a fast tokenizer; save it with a tokenizer.json")
-    return tokenizer
+        return flatten_ids([encoding.ids for encoding in encode_batch(self._backend, texts, self._path)])

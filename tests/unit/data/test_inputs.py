@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from megatron_fbt.data.input_files import find_inputs, run_inputs, sort_inputs
-from megatron_fbt.data.inputs import BadRecord, parse_line, read_lines, read_text_file
+from megatron_fbt.data.inputs import BadRecord, parse_line, parse_lines, read_lines, read_text_file
 from megatron_fbt.errors import DataError
 
 BAD_LINES = {
@@ -210,3 +210,13 @@ def test_frames_of_the_longest_windows_are_read(tmp_path, log):
     block = (len(content) << 3 | 1).to_bytes(3, "little") + content  # the last one, stored as it is
     (tmp_path / "a.jsonl.zst").write_bytes(header + block)
     assert [raw for raw, _ in read_lines(find_inputs([str(tmp_path)], "jsonl")[0])] == [content]
+
+
+def test_a_line_that_cannot_be_encoded_is_named(tmp_path):
+    def parse(line):
+        if b"2" in line:
+            raise DataError("no token for it")
+
+    (tmp_path / "a.jsonl").write_bytes(line("1") + line("2"))
+    with pytest.raises(DataError, match=rf"data.paths {tmp_path}/a.jsonl, line 2: no token for it$"):
+        list(parse_lines(find_inputs([str(tmp_path)], "jsonl"), parse))

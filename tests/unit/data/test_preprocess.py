@@ -22,6 +22,7 @@ from megatron_fbt.data.output_lock import locked
 from megatron_fbt.data.prefixes import find_prefixes
 from megatron_fbt.data.preprocess import PreprocessOptions, preprocess
 from megatron_fbt.data.shard_record import group_inputs
+from megatron_fbt.data.unencodable import UnencodableText
 from megatron_fbt.errors import ConfigError, DataError
 
 TEXTS = ["Hello,  world\n", " \tx = 1\n\n", "\u4e2d\u6587 </s> <unk> \u2581\u2581 <|end|>", "a" * 500, "end"]
@@ -471,6 +472,25 @@ def test_a_tiktoken_tokenizer_without_end_token_is_refused_before_any_data_are_r
     settings = EncodeSettings("tiktoken", str(tmp_path / "t.tiktoken"))
     with pytest.raises(DataError, match="names no end-of-document token"):
         preprocess(PreprocessOptions([str(tmp_path / "nowhere.jsonl")], str(tmp_path / "x"), settings))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "files"])
+def test_a_text_that_the_tokenizer_gives_up_on_is_named_with_its_place(tokenizers, tmp_path, form, monkeypatch):
+    def give_up(tokenizer, texts):
+        raise UnencodableText("no", texts.index("c"))
+
+    monkeypatch.setattr("megatron_fbt.data.tiktoken_tokenizer.TiktokenTokenizer.tokenize_flat", give_up)
+    place = {"jsonl": "c.jsonl, line 3", "parquet": "c.parquet, row 3", "files": "c.files"}[form]
+    path = tmp_path / "in" / f"c.{form}"
+    jsonl(path, ["a", " ", "c"])
+    if form == "parquet":
+        write_parquet(path, ["a", " ", "c"])
+    elif form == "files":
+        path.write_text("c")
+        (tmp_path / "in" / "b.files").write_text("b")
+    given = options(tokenizers, tmp_path / "in", tmp_path / "x", form="jsonl" if form != "files" else form, skip=True)
+    with pytest.raises(DataError, match=rf"input {tmp_path}/in/{place}: no$"):
+        preprocess(given)
 
 
 def test_without_pyarrow_the_error_says_what_to_install(tokenizers, tmp_path, monkeypatch):

@@ -83,6 +83,15 @@ def test_facts_that_cannot_be_are_named(copy, spoilt):
         build(copy)
 
 
+def test_a_special_token_that_is_named_twice_is_refused(copy):
+    facts = copy.with_name("small.tiktoken.json")
+    facts.write_text(
+        facts.read_text().replace('"special_tokens": {', '"special_tokens": {"<|end|>": 9, "<|end|>": 8, ')
+    )
+    with pytest.raises(DataError, match=r"it names '<\|end\|>' more than once"):
+        build(copy)
+
+
 def test_ranks_that_cannot_be_are_named(copy):
     lines = copy.read_bytes().splitlines()
     for content, message in (
@@ -90,6 +99,7 @@ def test_ranks_that_cannot_be_are_named(copy):
         ([*lines, b"!!! 7"], f"line {len(lines) + 1}: not a token in base64"),
         ([*lines, lines[0] + b"9999 9"], f"line {len(lines) + 1}"),
         ([*lines, b"YWJjZGVmZ2hpams= 3"], "come twice"),
+        ([*lines, lines[-1].split()[0] + b" 9999"], f"line {len(lines) + 1}: .*has come before with rank"),
         ([], "is empty"),
     ):
         copy.write_bytes(b"\n".join(content))
