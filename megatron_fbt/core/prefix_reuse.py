@@ -138,11 +138,11 @@ class PrefixReuse:
         self.layout, self.passes = layout, passes
         self.length = micro_batches[0].document_starts.size(1)
         rows = _joined([batch.host for batch in micro_batches])
-        starts = [
-            [self._usable(start) for start in _first_fused(fused(rows, number), len(micro_batches))]
-            for number in range(2, passes + 1)
-        ]
-        self.starts = {id(batch): [0, *of_batch] for batch, *of_batch in zip(micro_batches, *starts, strict=True)}
+        masks = torch.stack([fused(rows, number) for number in range(2, passes + 1)])
+        starts = _first_fused(masks, len(micro_batches))
+        self.starts = {
+            id(batch): [0, *map(self._usable, of_batch)] for batch, of_batch in zip(micro_batches, starts, strict=True)
+        }
         self.plain: Dict[int, PlainPass] = {}
 
     def _usable(self, start: int) -> int:
@@ -213,7 +213,12 @@ def _joined(batches: List[MicroBatch]) -> MicroBatch:
     )
 
 
-def _first_fused(fused: torch.Tensor, micro_batches: int) -> List[int]:
-    """First position that is fused in some row of each micro-batch, s if there is none; [m * b, s] bool on the CPU."""
-    some = fused.view(micro_batches, -1, fused.size(1)).any(1)
-    return torch.where(some.any(1), some.int().argmax(1), fused.size(1)).tolist()
+def _first_fused(fused: torch.Tensor, micro_batches: int) -> List[List[int]]:
+    """First position that is fused in some row, s if there is none, by micro-batch and pass.
+
+    Args:
+        fused: [passes, m * b, s] bool, in the CPU's memory.
+        micro_batches: m.
+    """
+    some = fused.unflatten(1, (micro_batches, -1)).any(2)  # [passes, m, s]
+    return torch.where(some.any(2), some.int().argmax(2), fused.size(2)).t().tolist()

@@ -67,5 +67,6 @@ def test_masked_documents_know_nothing_of_each_other_in_any_pass(model):
     assert min(plain["second"]) > 1e-4, "without the mask the second document must see the first"
 
 
-def test_a_step_waits_for_the_device_for_its_report_and_before_its_first_kernel(gated):
-    assert gated["host"] == {"reads": 0, "lists": 2}  # the second: where the suffixes of extra passes begin
+def test_a_step_waits_for_the_device_for_its_report_alone(gated):
+    # The other list is of the host's own numbers, see test_prefix_reuse.py: where the suffixes of extra passes begin.
+    assert gated["host"] == {"reads": 0, "lists": 2}
