@@ -19,6 +19,10 @@ class DataError(FBTError):
     exit_code = 3
 
 
+class MissingDataError(DataError):
+    """A data set is not there, as where a run is planned on another machine."""
+
+
 class CheckpointError(FBTError):
     """A checkpoint cannot be written, found or read."""
 

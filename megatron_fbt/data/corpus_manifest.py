@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from megatron_fbt.core.manifest import HASH, FileEntry
 from megatron_fbt.data.output_files import write_json
-from megatron_fbt.errors import DataError
+from megatron_fbt.errors import DataError, MissingDataError
 
 SUFFIX = ".manifest.json"
 FORMAT = 1
@@ -109,7 +109,7 @@ def read_manifest(path) -> CorpusManifest:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         return manifest_from_json(content, os.path.abspath(path))
     except FileNotFoundError as error:
-        raise DataError(
+        raise MissingDataError(
             f"manifest {path}: no such file; tools/preprocess_data.py writes it when all shards are there"
         ) from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

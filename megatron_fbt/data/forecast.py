@@ -8,7 +8,7 @@ from megatron_fbt.data.dataset import open_paths
 from megatron_fbt.data.mixture import make_mixture
 from megatron_fbt.data.source_rows import check_epochs, check_pairs, open_source, plan_of_mixture
 from megatron_fbt.data.streams import TRAIN, Stream
-from megatron_fbt.errors import DataError
+from megatron_fbt.errors import DataError, MissingDataError
 
 
 def forecast(
@@ -22,7 +22,7 @@ def forecast(
         stage_samples: See mixture.make_mixture.
 
     Returns:
-        The plan (None if there is nothing to say), and notes on data that cannot be read here.
+        The plan (None if there is nothing to say), and notes on data that are not here or that training refuses.
 
     Raises:
         ConfigError: A source would be read more often than it may.
@@ -35,7 +35,7 @@ def forecast(
         try:
             streams = open_paths(config)
         except DataError as error:
-            return None, [f"the data cannot be read here: {error}"]
+            return None, [_note("the data", error)]
         weights = [float(stream.weight or stream.tokens(TRAIN)) for stream in streams]
         return plan_of_blend(streams, weights, train_samples, data.sequence_length), []
     found: List[Optional[Stream]] = []
@@ -45,8 +45,14 @@ def forecast(
             found.append(open_source(config, source))
         except DataError as error:
             found.append(None)
-            notes.append(f"source {source.name} cannot be read here: {error}")
+            notes.append(_note(f"source {source.name}", error))
     check_pairs(found)
     plan = plan_of_mixture(config, found, make_mixture(config, train_samples, stage_samples))
     check_epochs(plan)
     return plan, notes
+
+
+def _note(what: str, error: DataError) -> str:
+    if isinstance(error, MissingDataError):
+        return f"{what} cannot be read here: {error}"
+    return f"training will refuse {what}: {error}"

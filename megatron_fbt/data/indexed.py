@@ -14,7 +14,7 @@ import numpy
 from megatron_fbt.core.manifest import FileEntry, HashingFile, sync_path
 from megatron_fbt.data.encode import narrow_ids, token_dtype
 from megatron_fbt.data.output_files import open_alone, partial_path
-from megatron_fbt.errors import DataError
+from megatron_fbt.errors import DataError, MissingDataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -176,7 +176,7 @@ def check_indexed(prefix: str, vocab_size: Optional[int] = None, empty: bool = F
     bin_path, idx_path = f"{prefix}.bin", f"{prefix}.idx"
     for path in (idx_path, bin_path):
         if not os.path.isfile(path):
-            raise DataError(f"data set {path}: no such file; data.paths holds prefixes without .bin and .idx")
+            raise MissingDataError(f"data set {path}: no such file; data.paths holds prefixes without .bin and .idx")
     dtype, sequences, documents = read_header(idx_path)
     found, expected = os.path.getsize(idx_path), _HEADER.size + 12 * sequences + 8 * documents
     if found != expected:

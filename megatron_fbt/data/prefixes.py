@@ -9,7 +9,7 @@ from typing import Dict, Iterable, Iterator, List, Sequence, Tuple
 from megatron_fbt.config.data import DataConfig
 from megatron_fbt.data.corpus_manifest import SUFFIX, CorpusManifest, is_manifest, read_manifest, shard_number
 from megatron_fbt.data.first_rank import is_first_rank
-from megatron_fbt.errors import DataError
+from megatron_fbt.errors import DataError, MissingDataError
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def _matches(name: str, path: str) -> List[str]:
     pairs = [file.removesuffix(".bin") for file in files if file.endswith(".bin")]
     manifests = [file for file in files if is_manifest(file)]
     if not pairs and not manifests:
-        raise DataError(
+        raise MissingDataError(
             f"data set {name}: {path} matches no .bin file and no manifest; give a pattern such as data/part-*.bin"
         )
     if pairs and manifests:

@@ -133,6 +133,14 @@ def test_a_dry_run_tells_the_same(folder, capsys):
     assert [line.split() for line in out.splitlines() if line.startswith("b ")] == [
         ["b", "25.0000%", "20", "160", *"----"]
     ]
+    (folder / "empty.bin").touch()
+    config.data.sources[1].paths = [str(folder / "empt*.bin")]
+    (folder / "empty.idx").write_bytes((folder / "b.idx").read_bytes())
+    run_dry(config, CommandOptions(dry_run=True, json=True))
+    notes = json.loads(capsys.readouterr().out)["data_notes"]
+    assert len(notes) == 1 and notes[0].startswith(
+        f"training will refuse source b: data set {folder}/empty.bin: 0 bytes"
+    )
     config.data.sources, config.data.paths = [], [str(folder / "b"), str(folder / "a-?")]
     run_dry(config, CommandOptions(dry_run=True, json=True))
     plan = json.loads(capsys.readouterr().out)
