@@ -74,9 +74,9 @@ class _Estimate:
         self.chunked = config.memory.chunks_loss(config.optimizer.sharding) and not config.precision.fp8_head
         rows = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
         self.rows = rows // parallel.tensor_model_parallel_size
-        one_graph = config.optimizer.sharding in ZERO_STAGES
+        self.one_graph = config.optimizer.sharding in ZERO_STAGES
         weights = stage_parameters(model, parallel, vocab_size)[stage].total
-        self.waiting_gradients = self.number * weights if one_graph and self.several else 0
+        self.waiting_gradients = self.number * weights if self.one_graph and self.several else 0
         """Bytes of weight gradients of later passes, where one backward goes through all passes."""
 
     def moments(self) -> List[Tuple[int, int]]:
@@ -148,8 +148,9 @@ class _Estimate:
         return self.number * (self.tokens * (max(again, 0) + gradients) + weight)
 
     def table(self) -> int:
-        """Bytes of the embedding's gradient before it is added to the buffer."""
-        return self.number * self.rows * self.config.model.hidden_size if self.first else 0
+        """Bytes of the embedding's gradient, where its rows are not added to the buffer one by one."""
+        whole = self.first and (self.one_graph or self.config.parallel.overlap_grad_reduce)
+        return self.number * self.rows * self.config.model.hidden_size if whole else 0
 
     def logits(self) -> int:
         """Bytes that the soft-max needs while the last loss is computed."""
