@@ -333,7 +333,7 @@ def run_passes(
         "forward_only": forward_only,
     }
     begin_step(stage)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not forward_only):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not forward_only), stage.training_step():
         _run_schedule(stage, views, micro_batches, last_backward, through, common)
     if not forward_only:
         end_step(stage)

@@ -3,7 +3,8 @@
 Shapes: s sequence, b micro batch, h hidden; states between stages are [s/tp, b, h] under sequence parallelism.
 """
 
-from typing import Dict, Optional, Tuple
+import contextlib
+from typing import Dict, Iterator, Optional, Tuple
 
 import torch
 from megatron.core.enums import ModelType
@@ -95,6 +96,19 @@ class FBTStage(LanguageModule):
         initialise_parameters(
             self.global_parameters(), config.model, vocab_size, config.run.seed, layout.tensor_rank, layout.tensor_size
         )
+
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Within it, gradients need not pass through the parameters on their way to the gradient buffers."""
+        embedding = self.embedding.word_embeddings if self.pre_process else None
+        buffered = isinstance(embedding, BufferedEmbedding)
+        if buffered:
+            embedding.into_buffer = True
+        try:
+            yield
+        finally:
+            if buffered:
+                embedding.into_buffer = False
 
     def global_parameters(self) -> Dict[str, torch.nn.Parameter]:
         """This stage's parameters by their names in the whole model."""

@@ -35,12 +35,15 @@ class _LookUp(torch.autograd.Function):
 
 
 class BufferedEmbedding(tensor_parallel.VocabParallelEmbedding):
-    """Where the weight has no gradient buffer, Megatron-Core's."""
+    """Outside of a training step, or where the weight has no gradient buffer, Megatron-Core's."""
+
+    into_buffer = False
+    """Whether a training step is under way, whose backwards all end in the buffers; see FBTStage.training_step."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """[b, s] token ids -> [b, s, h], or [s/tp, b, h] under sequence parallelism."""
         buffer = getattr(self.weight, "main_grad", None)
-        if buffer is None or not torch.is_grad_enabled():
+        if not self.into_buffer or buffer is None or not torch.is_grad_enabled():
             return super().forward(input_)
         rows, outside = input_, None
         if self.tp_group.size() > 1:
