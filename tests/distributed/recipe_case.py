@@ -92,6 +92,8 @@ def one_step(built: Built, batch: MicroBatch, micro_batch_size: int, passes: int
 def by_formula(built: Built, batch: MicroBatch, passes: int) -> Tuple[List[float], Piece, float]:
     """Loss of each pass, gradients of the objective and its z-loss, by autograd alone, all rows at once."""
     stage, recipe = built.stage, built.recipe
+    for param in stage.parameters():
+        del param.main_grad  # nothing goes past autograd
     inputs, losses, squares = stage.first_inputs(batch.tokens, None, None), [], []
     for k in range(1, passes + 1):
         if k > 1:
