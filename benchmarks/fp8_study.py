@@ -49,10 +49,22 @@ def iterate(run: Run, passes: int) -> List[Tuple[float, float]]:
     return found
 
 
+def number_of_steps(text: str) -> int:
+    """An option's value: a whole number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+    return int(text)
+
+
 def main() -> None:
     """Train and iterate in every format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of training; a third has 2 passes, a third 3")
+    steps = "of training; a third has 2 passes, a third 3"
+    parser.add_argument("--steps", type=number_of_steps, default=300, help=steps)
     parser.add_argument("--passes", type=int, default=60, help="that are iterated, at most the row's 64")
     options = parser.parse_args()
     layout = initialize_parallel(PretrainConfig().parallel, seed=1)

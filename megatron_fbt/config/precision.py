@@ -6,6 +6,9 @@ from typing import List, Literal, Optional
 
 from megatron_fbt.config.rules import Rules, Section
 
+LOSS_SCALES = (2.0**-14, 2.0**64)
+"""Smallest and largest loss scale: below, fp16 gradients vanish; above, fp32 sums of them could overflow."""
+
 
 @dataclass
 class PrecisionConfig(Section):
@@ -23,7 +26,7 @@ class PrecisionConfig(Section):
     loss_scale_window: int = 1000
     """Steps without an overflow after which the factor doubles."""
     hysteresis: int = 2
-    """Overflows before the factor halves, counted anew whenever it has doubled."""
+    """Overflows from which on each one halves the factor, counted anew whenever it has doubled."""
     fp8: Optional[Literal["e4m3", "hybrid"]] = None
     """Format of the layers' products: e4m3, or with output gradients in e5m2 (hybrid); null = no FP8."""
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
@@ -65,7 +68,8 @@ class PrecisionConfig(Section):
         rules = Rules("precision", self)
         rules.integers("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", low=0)
         rules.integers("fp8_amax_history_len", "loss_scale_window", "hysteresis")
-        rules.numbers("loss_scale", "initial_loss_scale", "min_loss_scale", above=True)
+        low, high = LOSS_SCALES
+        rules.numbers("loss_scale", "initial_loss_scale", "min_loss_scale", low=low, high=high)
         self._loss_scale_rules(rules)
         switches = (
             "fp8_emulated",

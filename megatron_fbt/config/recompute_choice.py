@@ -1,6 +1,7 @@
 """What to compute again in the backward, from a budget of memory (memory.budget_gib)."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import List, Mapping, Sequence
 
@@ -72,7 +73,7 @@ def choose(memory: MemoryConfig, options: Sequence[RecomputeOption]) -> Recomput
             return option.policy
     least = min(options, key=lambda option: option.total)
     raise ConfigError(
-        f"memory.budget_gib = {memory.budget_gib}: the fullest process needs {least.total / 2**30:.2f} GiB with "
+        f"memory.budget_gib = {memory.budget_gib}: the fullest process needs {_gib(least.total)} GiB with "
         f"recompute {least.policy}, the smallest estimate; give at least that, or shard further (more processes, "
         "optimizer.sharding), or make training.micro_batch_size smaller"
     )
@@ -83,9 +84,14 @@ def option_table(options: Sequence[RecomputeOption], chosen: RecomputePolicy, bu
     rows = [(f"recompute in {budget_gib:g} GiB", "GiB on the fullest process", "computed again")]
     for option in options:
         mark = " (this run)" if option.policy == chosen else ""
-        rows.append((f"  {option.policy}{mark}", f"{option.total / 2**30:.2f}", f"{option.repeated:.1%}"))
+        rows.append((f"  {option.policy}{mark}", _gib(option.total), f"{option.repeated:.1%}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def _gib(size: int) -> str:
+    """Bytes in GiB, rounded up, so that a budget of as much is enough."""
+    return f"{math.ceil(1000 * size / 2**30) / 1000:.3f}"
 
 
 def _repeated(config: PretrainConfig, pass_shares: Mapping[int, float], vocab_size: int) -> float:

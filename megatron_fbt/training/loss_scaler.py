@@ -6,9 +6,9 @@ from megatron_fbt.config.precision import PrecisionConfig
 
 
 class LossScaler:
-    """Doubles the scale after a window of steps without an overflow, halves it after some with one.
+    """Doubles the scale after a window of steps without an overflow; after some overflows each further one halves it.
 
-    All values are powers of two times the initial one, so that scaling changes no digit of a gradient.
+    With a power of two as the first scale, scaling changes no digit of a gradient.
 
     Args:
         config: precision section, dtype fp16.
@@ -40,7 +40,7 @@ class LossScaler:
                 self.scale = max(self.scale / 2, self.config.min_loss_scale)
             return
         self._good_steps += 1
-        if self._good_steps == self.config.loss_scale_window:
+        if self._good_steps >= self.config.loss_scale_window:  # a resumed run may have a smaller window
             self._good_steps, self._overflows_left = 0, self.config.hysteresis
             self.scale *= 2
 
@@ -50,6 +50,7 @@ class LossScaler:
         return [self.scale, self._good_steps, self._overflows_left]
 
     def restore(self, state: List[float]) -> None:
-        """Go on from a state; a constant scale stays as configured."""
+        """Go on from a state; a constant scale stays as configured, and so does the minimum."""
         if not self.constant:
-            self.scale, self._good_steps, self._overflows_left = float(state[0]), int(state[1]), int(state[2])
+            self.scale = max(float(state[0]), self.config.min_loss_scale)
+            self._good_steps, self._overflows_left = int(state[1]), int(state[2])

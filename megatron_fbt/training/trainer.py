@@ -218,8 +218,8 @@ class Trainer:
         state.skipped += int(report.skipped)
         if not report.overflow:
             state.bad_in_a_row = state.bad_in_a_row + 1 if report.skipped else 0
-        if self.optimizer.scaler is not None:
-            state.loss_scaler = self.optimizer.scaler.state
+        scaler = self.optimizer.scaler
+        state.loss_scaler = [] if scaler is None else scaler.state
 
     def _row(self, passes: int, lr: float, report: StepReport, recipe: Recipe) -> Dict:
         losses = {f"loss_pass_{k}": loss for k, loss in enumerate(report.loss_per_pass, start=1)}

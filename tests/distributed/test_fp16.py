@@ -69,6 +69,11 @@ def fp16_runs(rank, world_size, folder, corpus):
     for step, end in ((6, "StoppedBySignal"), (25, "StoppedBySignal"), (None, "finished")):
         hook = step and stop_before(step)
         assert run(fp16_config(place / "resumed", corpus, optimizer__sharding="megatron", **falling), hook) == end
+    for step, dtype in ((4, "fp16"), (8, "bf16"), (None, "fp16")):
+        hook, end = (stop_before(step), "StoppedBySignal") if step else (None, "finished")
+        config = fp16_config(place / "formats", corpus, precision__dtype=dtype)
+        config.precision.initial_loss_scale = 256.0 if step == 4 else 512.0 if dtype == "fp16" else 2.0**15
+        assert run(config, hook) == end
     lowest = {"precision__min_loss_scale": HUGE, "precision__initial_loss_scale": HUGE}
     assert run(fp16_config(place / "lowest", corpus, **lowest)) == "BadNumbersError"
 
@@ -113,6 +118,12 @@ def test_sharding_and_resume_change_nothing(runs):
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     for one, other in zip(rows_of(runs / "none"), rows_of(runs / "megatron")):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_a_scale_begins_anew_after_steps_in_another_format(runs):
+    rows = rows_of(runs / "formats")
+    assert [row.get("loss_scale") for row in rows] == [256.0] * 4 + [None] * 4 + [512.0] * 4
+    assert rows[-1]["skipped"] == 0
 
 
 def test_a_checkpoint_has_fp32_masters_of_fp16_weights(runs):

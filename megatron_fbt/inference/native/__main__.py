@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", required=True, help="a run's folder, or that of one step")
     parser.add_argument("--tensor_model_parallel_size", type=int, default=1, help="default: 1")
     parser.add_argument("--pipeline_model_parallel_size", type=int, default=1, help="default: 1")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="number format (default: the run's)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format (default: the run's)")
     parser.add_argument("--tokenizer", help="where the tokenizer is, if not in the checkpoint or where the run had it")
     add_generation_options(parser, stdin=False)
     parser.add_argument("--batch_size", type=int, default=8, help="prompts continued together (default: 8)")

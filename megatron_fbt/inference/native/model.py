@@ -157,7 +157,7 @@ def native_config(
         step: the checkpoint's folder.
         tensor: tensor-parallel size.
         pipeline: pipeline-parallel size.
-        dtype: "fp32" or "bf16"; None = the run's.
+        dtype: "fp32", "bf16" or "fp16"; None = the run's.
         world_size: processes there are; None = as the launcher says.
 
     Raises:
@@ -196,7 +196,7 @@ def load(
         checkpoint: as in find_step_folder, of any layout.
         tensor_model_parallel_size: processes that share each layer.
         pipeline_model_parallel_size: stages.
-        dtype: "fp32" or "bf16"; None = the run's.
+        dtype: "fp32", "bf16" or "fp16"; None = the run's.
         vocab_size: entries of the vocabulary; None = model.vocab_size.
 
     Raises:

@@ -37,7 +37,7 @@ class NativeRequest:
         options: How to go on from them.
         tensor_model_parallel_size: Processes that share each layer.
         pipeline_model_parallel_size: Stages.
-        dtype: "fp32" or "bf16"; None = the run's.
+        dtype: "fp32", "bf16" or "fp16"; None = the run's.
         tokenizer: Another place to read the tokenizer from; None = the checkpoint, or where its run had it.
         batch_size: Prompts that are continued together.
         as_json: Write one JSON object a prompt.

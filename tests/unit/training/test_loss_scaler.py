@@ -43,6 +43,14 @@ def test_a_scale_at_its_minimum_may_not_fall():
     assert scaler.scale == 2.0
 
 
+def test_a_resumed_run_may_have_a_smaller_window_and_a_larger_minimum():
+    scaler = LossScaler(fp16(initial_loss_scale=64.0, loss_scale_window=2, min_loss_scale=8.0))
+    scaler.restore([4.0, 5, 2])
+    assert scaler.scale == 8.0
+    scaler.update(False)
+    assert scaler.scale == 16.0
+
+
 def test_a_constant_scale_stays():
     scaler = LossScaler(fp16(loss_scale=128.0))
     scaler.restore([4.0, 1, 1])
