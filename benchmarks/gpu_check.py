@@ -1,14 +1,15 @@
 """One script for a machine with a Hopper GPU: what tests on CPUs cannot see, in some minutes and one table.
 
-The torch backend against Transformer Engine (logits, losses and gradients for 1, 2 and 3 passes), FP8 against its
-emulation, FP8 against bf16 over 50 steps and resumed from a checkpoint, a multi-pass pipeline over two GPUs, step time
-and memory by passes, and decoding. Without a GPU it runs what it
-can, small, as a test of itself. The last lines say which checks could not run. Exit code 1: a check failed.
+The torch backend against Transformer Engine (logits, losses and gradients for 1, 2 and 3 passes), prefix reuse against
+whole passes, FP8 against its emulation, FP8 against bf16 over 50 steps and resumed from a checkpoint, a multi-pass
+pipeline over two GPUs, step time and memory by passes, and decoding. Without a GPU it runs what it can, small, as a
+test of itself. The last lines say which checks could not run. Exit code 1: a check failed.
 
     python benchmarks/gpu_check.py
 """
 
 import argparse
+import contextlib
 import copy
 import math
 import os
@@ -161,6 +162,12 @@ def compared(what: str, runs: List[Run], bar: float) -> List[Row]:
     rows = []
     for passes, (one, other) in enumerate(zip(*(run.logits(3) for run in runs)), start=1):
         rows.append(Row(f"{what}, pass {passes}: logits", ((one - other).norm() / one.norm()).item(), bar))
+    return rows + steps_compared(what, runs, bar)
+
+
+def steps_compared(what: str, runs: List[Run], bar: float) -> List[Row]:
+    """Losses and gradients alone; arguments as in compared."""
+    rows = []
     for passes in (1, 2, 3):
         losses = [run.passes(0, passes) for run in runs]
         gradients = [run.gradients() for run in runs]
@@ -169,6 +176,18 @@ def compared(what: str, runs: List[Run], bar: float) -> List[Row]:
         norm = sum(gradient.double().square().sum() for gradient in gradients[0].values())
         rows.append(Row(f"{what}, K = {passes}: loss", gap, 0.02))
         rows.append(Row(f"{what}, K = {passes}: gradient", (squares / norm).sqrt().item(), bar))
+    return rows
+
+
+def prefix_reuse(small: bool, layout: Layout) -> List[Row]:
+    """Extra passes that compute suffixes alone against whole ones, in each backend that is here."""
+    kinds, rows = ["torch"], []
+    with contextlib.suppress(ConfigError):
+        kinds.append(resolve_backend("transformer_engine"))
+    for kind in kinds:
+        fields = {"model__transformer_impl": kind}
+        runs = [Run(configuration(small, **fields, feedback__prefix_reuse=reuse), layout) for reuse in (False, True)]
+        rows += steps_compared(f"{kind}, suffixes against whole passes", runs, 0.05)
     return rows
 
 
@@ -300,6 +319,7 @@ def decoding(small: bool, layout: Layout) -> List[Row]:
 
 CHECKS: Dict[str, Callable[[bool, Layout], List[Row]]] = {
     "backends": backends,
+    "prefix reuse": prefix_reuse,
     "FP8 emulation": emulation,
     "FP8 training": lambda small, layout: fp8_training(small, layout, emulated=False),
     "emulated FP8 training": lambda small, layout: fp8_training(True, layout, emulated=True),
