@@ -66,16 +66,20 @@ class _Scores(NamedTuple):
     """What a chunk's logits come to; exps is the logits' memory, [n, v], the others [n]."""
 
     exps: torch.Tensor
-    """exp(logit - largest logit)."""
+    """exp(logit - largest)."""
+    largest: torch.Tensor
+    """Of the logits on all ranks."""
     total: torch.Tensor
     """Sum of exps over the vocabulary of all ranks."""
     losses: torch.Tensor
     normalizers: torch.Tensor
     """log sum exp of the logits."""
-    here: torch.Tensor
-    """1 where this rank holds the label, else 0; float32."""
-    label: torch.Tensor
-    """Row of the label on this rank; 0 where it is elsewhere."""
+
+
+def _own_labels(labels: torch.Tensor, first: int, rows: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Whether this rank holds each label [n], bool, and the row where it does; 0 where it is elsewhere."""
+    inside = (labels >= first) & (labels < first + rows)
+    return inside, torch.where(inside, labels - first, 0)
 
 
 def _score(states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, shard: LossShard) -> _Scores:
@@ -83,22 +87,37 @@ def _score(states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, fir
     logits, rows = (states @ weight.t()).float(), weight.size(0)
     largest = logits.amax(1) if rows else logits.new_full((len(logits),), float("-inf"))
     logits.sub_(shard.reduce(largest, dist.ReduceOp.MAX)[:, None])
-    inside = (labels >= first) & (labels < first + rows)
-    label = torch.where(inside, labels - first, 0)
-    here = inside.float()
-    picked = torch.where(inside, logits.gather(1, label[:, None])[:, 0], 0.0) if rows else here
+    inside, label = _own_labels(labels, first, rows)
+    picked = torch.where(inside, logits.gather(1, label[:, None])[:, 0], 0.0) if rows else inside.float()
     logits.exp_()
     total, picked = shard.reduce(torch.stack([logits.sum(1), picked]), dist.ReduceOp.SUM)
     normalizers = total.log()
-    return _Scores(logits, total, normalizers - picked, normalizers + largest, here, label)
+    return _Scores(logits, largest, total, normalizers - picked, normalizers + largest)
 
 
-def _logit_gradient(scores: _Scores, weights: torch.Tensor, squares: Optional[torch.Tensor]) -> torch.Tensor:
-    """Gradient [n, v] of sum(weights * losses + squares * normalizers^2), in the memory of the logits."""
-    scale = weights if squares is None else weights + 2 * squares * scores.normalizers
-    gradient = scores.exps.mul_((scale / scores.total)[:, None])
+def _logit_gradient(
+    exps: torch.Tensor,
+    own: Tuple[torch.Tensor, torch.Tensor],
+    total: torch.Tensor,
+    normalizers: torch.Tensor,
+    weights: torch.Tensor,
+    squares: Optional[torch.Tensor],
+) -> torch.Tensor:
+    """Gradient [n, v] of sum(weights * losses + squares * normalizers^2), in the memory of exps.
+
+    Args:
+        exps: [n, v], see _Scores; so are total and normalizers.
+        own: see _own_labels.
+        total: [n].
+        normalizers: [n].
+        weights: [n].
+        squares: [n] or None.
+    """
+    inside, label = own
+    scale = weights if squares is None else weights + 2 * squares * normalizers
+    gradient = exps.mul_((scale / total)[:, None])
     if gradient.size(1):
-        gradient.scatter_add_(1, scores.label[:, None], -(weights * scores.here)[:, None])
+        gradient.scatter_add_(1, label[:, None], -(weights * inside)[:, None])
     return gradient
 
 
@@ -112,20 +131,25 @@ class _ChunkedLoss(torch.autograd.Function):
         flat, label = whole.flatten(0, 1), labels.t().flatten()
         real, first = shard.real(weight), shard.layout.tensor_rank * weight.size(0)
         losses = torch.empty(len(flat), dtype=torch.float32, device=flat.device)
-        normalizers = torch.empty_like(losses)
+        largest, total, normalizers = (torch.empty_like(losses) for _ in range(3))
         gradient = None if buffer is None else torch.empty_like(flat)
         for part in shard.chunks(weight, len(flat)):
             scores = _score(flat[part], real, label[part], first, shard)
             losses[part], normalizers[part] = scores.losses, scores.normalizers
+            largest[part], total[part] = scores.largest, scores.total
             if buffer is not None:
-                above = _logit_gradient(scores, *_parts(part, weights, squares)).to(flat.dtype)
+                own = _own_labels(label[part], first, len(real))
+                factors = _parts(part, weights, squares)
+                above = _logit_gradient(scores.exps, own, scores.total, scores.normalizers, *factors).to(flat.dtype)
                 torch.mm(above, real, out=gradient[part])
                 _add_product(shard.real(buffer), above, flat[part])
                 del above
             del scores  # before the next chunk's logits are there
         ctx.shard, ctx.direct = shard, buffer is not None
-        kept = (shard.sum_parts(gradient.view_as(whole)),) if ctx.direct else (states, weight, label, weights, squares)
-        ctx.save_for_backward(*kept)
+        if ctx.direct:
+            ctx.save_for_backward(shard.sum_parts(gradient.view_as(whole)))
+        else:
+            ctx.save_for_backward(states, weight, label, weights, squares, largest, total, normalizers)
         losses, normalizers = losses.view(whole.shape[:2]), normalizers.view(whole.shape[:2])
         objective = (losses * weights).sum()
         if squares is not None:
@@ -140,18 +164,20 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.direct:
             (gradient,) = ctx.saved_tensors
             return gradient * above.to(gradient.dtype), None, None, None, None, None, None
-        states, weight, label, weights, squares = ctx.saved_tensors
+        states, weight, label, weights, squares, largest, total, normalizers = ctx.saved_tensors
         shard = ctx.shard
+        weights, squares = weights * above, None if squares is None else squares * above
         whole = shard.gather(states)
         flat, real, first = whole.flatten(0, 1), shard.real(weight), shard.layout.tensor_rank * weight.size(0)
         gradient = torch.empty_like(flat)
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in shard.chunks(weight, len(flat)):
-            scores = _score(flat[part], real, label[part], first, shard)
-            logits = _logit_gradient(scores, *_parts(part, weights, squares)).mul_(above).to(flat.dtype)
+            exps = (flat[part] @ real.t()).float().sub_(largest[part, None]).exp_()
+            own, factors = _own_labels(label[part], first, len(real)), _parts(part, weights, squares)
+            logits = _logit_gradient(exps, own, total[part], normalizers[part], *factors).to(flat.dtype)
             torch.mm(logits, real, out=gradient[part])
             _add_product(shard.real(weight_gradient), logits, flat[part])
-            del scores, logits  # before the next chunk's logits are there
+            del exps, logits  # before the next chunk's logits are there
         summed = shard.sum_parts(gradient.view_as(whole))
         return summed, weight_gradient.to(weight.dtype), None, None, None, None, None
 
