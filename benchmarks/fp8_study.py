@@ -7,6 +7,7 @@ then the map from pass to pass is iterated, and each pass's loss and relative up
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import List, Tuple
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
 from gpu_check import Run, configuration  # noqa: E402
+from pairs import whole_number  # noqa: E402
 
 from megatron_fbt.config.pretrain import PretrainConfig  # noqa: E402
 from megatron_fbt.core.parallel import initialize_parallel, shut_down_parallel  # noqa: E402
@@ -49,22 +51,11 @@ def iterate(run: Run, passes: int) -> List[Tuple[float, float]]:
     return found
 
 
-def number_of_steps(text: str) -> int:
-    """An option's value: a whole number above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: it is something else.
-    """
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
-    return int(text)
-
-
 def main() -> None:
     """Train and iterate in every format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     steps = "of training; a third has 2 passes, a third 3"
-    parser.add_argument("--steps", type=number_of_steps, default=300, help=steps)
+    parser.add_argument("--steps", type=functools.partial(whole_number, low=1), default=300, help=steps)
     parser.add_argument("--passes", type=int, default=60, help="that are iterated, at most the row's 64")
     options = parser.parse_args()
     layout = initialize_parallel(PretrainConfig().parallel, seed=1)

@@ -39,15 +39,20 @@ class PairResult:
         return cls(ratios, statistics.median(ratios), (first, third), statistics.median(a), statistics.median(b))
 
 
-def number_of_pairs(text: str) -> int:
-    """An option's value: a whole number of at least two, which quartiles need.
+def whole_number(text: str, low: int) -> int:
+    """An option's value: a whole number of at least `low`.
 
     Raises:
         argparse.ArgumentTypeError: it is something else.
     """
-    if not text.isascii() or not text.isdigit() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least 2")
+    if not text.isascii() or not text.isdigit() or int(text) < low:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least {low}")
     return int(text)
+
+
+def number_of_pairs(text: str) -> int:
+    """The same of at least two, which quartiles need."""
+    return whole_number(text, low=2)
 
 
 def measure(rounds: int, *things: Callable[[], object], warm_up: int = 1, own_clock: bool = False) -> List[List[float]]:
