@@ -71,7 +71,7 @@ class _Estimate:
         self.flight, self.policy = passes_in_flight(config, stage), config.memory.policy
         self.several = config.feedback.max_passes > 1
         self.reuses = self.several and reuses_prefix(config)
-        self.chunked = config.memory.chunks_loss(config.optimizer.sharding) and not config.precision.fp8_head
+        self.chunked = config.memory.chunks_loss(config.optimizer.sharding, config.precision.fp8_head)
         rows = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
         self.rows = rows // parallel.tensor_model_parallel_size
         self.one_graph = config.optimizer.sharding in ZERO_STAGES

@@ -62,6 +62,8 @@ class MemoryConfig(Section):
         assert self.chosen is not None, "memory.budget_gib has not been resolved: make_plan chooses"
         return self.chosen
 
-    def chunks_loss(self, sharding: str) -> bool:
-        """Whether the loss is chunked under a value of optimizer.sharding."""
+    def chunks_loss(self, sharding: str, fp8_head: bool) -> bool:
+        """Whether the loss is chunked under values of optimizer.sharding and precision.fp8_head."""
+        if fp8_head:  # one product of all tokens
+            return False
         return not sharding.startswith("zero") if self.chunked_loss is None else self.chunked_loss

@@ -8,6 +8,7 @@ from megatron_fbt.config.activation_memory import peak_activations
 from megatron_fbt.config.deepspeed import ZERO_STAGES, shards_over_stages
 from megatron_fbt.config.parameter_count import StageCount, stage_parameters
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.text_table import table_lines
 
 SHARDINGS = ("none", "megatron", "zero1", "zero2", "zero3")
 
@@ -97,5 +98,4 @@ def memory_table(report: Dict[str, RankMemory], chosen: str) -> List[str]:
     for sharding, memory in report.items():
         mark = " (this run)" if sharding == chosen else ""
         rows.append([f"  {sharding}{mark}", *(f"{getattr(memory, name) / 2**30:.2f}" for name in names)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return table_lines(rows)

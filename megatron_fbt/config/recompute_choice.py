@@ -11,6 +11,7 @@ from megatron_fbt.config.memory_report import largest_rank
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.reuse import saved_share
 from megatron_fbt.errors import ConfigError
+from megatron_fbt.text_table import table_lines
 from megatron_fbt.training.flops import attention_flops_per_token, layer_flops_per_token, step_flops
 
 POLICIES = (
@@ -85,8 +86,7 @@ def option_table(options: Sequence[RecomputeOption], chosen: RecomputePolicy, bu
     for option in options:
         mark = " (this run)" if option.policy == chosen else ""
         rows.append((f"  {option.policy}{mark}", _gib(option.total), f"{option.repeated:.1%}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return table_lines(rows)
 
 
 def _gib(size: int) -> str:

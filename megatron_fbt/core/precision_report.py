@@ -12,6 +12,7 @@ from megatron_fbt.core.backends import backend_of, fuses_weight_gradients
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.optional import apex_problem, transformer_engine_problem, weight_gradient_kernel_problem
+from megatron_fbt.text_table import table_lines
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,8 @@ class PrecisionReport:
         )
         facts.append(("extra passes", self.extra_passes))
         rows = [("products", "pass 1", "later passes", "recomputed"), *self.products]
-        lines = _aligned(facts) + [""] + _aligned(rows)
+        lines = table_lines(facts, str.ljust) + [""] + table_lines(rows, str.ljust)
         return "\n".join(lines + ([f"note: {self.problem}"] if self.problem else [])) + "\n"
-
-
-def _aligned(rows: List[Tuple[str, ...]]) -> List[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def precision_report(config: PretrainConfig) -> PrecisionReport:

@@ -48,6 +48,7 @@ class FBTStage(LanguageModule):
         self.layout = layout
         self.vocab_size = vocab_size
         self.input_norm, self.memory = config.model.input_norm, config.memory
+        self.one_backward = config.optimizer.sharding in ZERO_STAGES  # DeepSpeed shards a gradient when it comes
         self.pre_process, self.post_process = layout.is_first_stage, layout.is_last_stage
         self.share_embeddings_and_output_weights = config.model.share_embeddings_and_output_weights
         self.model_type = ModelType.encoder_or_decoder
@@ -56,13 +57,12 @@ class FBTStage(LanguageModule):
             self.embedding = LanguageModelEmbedding(
                 mcore, padded_vocab_size, sequence_length, position_embedding_type="rope", tp_group=self.tp_group
             )
-            if config.optimizer.sharding not in ZERO_STAGES and not config.parallel.overlap_grad_reduce:
-                # With overlap Megatron-Core waits for a gradient of every parameter.
-                self.embedding.word_embeddings.__class__ = BufferedEmbedding
+            # With overlap Megatron-Core waits for a gradient of every parameter.
+            if not (self.one_backward or config.parallel.overlap_grad_reduce):
+                self.embedding.word_embeddings = BufferedEmbedding.like(self.embedding.word_embeddings, mcore)
             kind, linear = config.feedback.fusion, column_linear(config, config.precision.fp8_fusion)
             scale, context = resolved_input_scale(config), fusion_context(config, mcore)
             self.fusion = build_fusion(kind, mcore, scale, self.tp_group, linear, context)
-        self.one_backward = config.optimizer.sharding in ZERO_STAGES  # DeepSpeed shards a gradient when it comes
         self.context = AttentionContext(config, mcore, self.cp_group)
         obstacle = engine_obstacle(config) if self.context.packed else None
         self.reuses_prefix = reuses_prefix(config) and obstacle is None
@@ -90,7 +90,7 @@ class FBTStage(LanguageModule):
                 tp_group=self.tp_group,
             )
         chunk_bytes = 2**20 * config.memory.loss_chunk_mib
-        chunked = config.memory.chunks_loss(config.optimizer.sharding) and not config.precision.fp8_head
+        chunked = config.memory.chunks_loss(config.optimizer.sharding, config.precision.fp8_head)
         self.loss_shard = LossShard(vocab_size, layout, self.tp_group, chunk_bytes) if chunked else None
         self.setup_embeddings_and_output_layer()
         initialise_parameters(

@@ -2,9 +2,10 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from megatron_fbt.data.interleave import apportion
+from megatron_fbt.text_table import table_lines
 
 FILE = "data_plan.json"
 """Its name in a run folder."""
@@ -82,14 +83,14 @@ class DataPlan:
             ]
             for source in self.sources
         ]
-        lines = _table(columns, rows)
+        lines = table_lines([columns, *rows])
         if len(self.stages) > 1:
             names = [source.name for source in self.sources if source.rows]
             stages = [
                 [f"{stage.first_step:,}", f"{stage.samples:,}"] + [f"{stage.shares.get(name, 0):.2%}" for name in names]
                 for stage in self.stages
             ]
-            lines += ["", *_table(["stage from step", "rows", *names], stages)]
+            lines += ["", *table_lines([["stage from step", "rows", *names], *stages])]
         return "\n".join(lines)
 
 
@@ -139,11 +140,3 @@ def plan_of_blend(streams: Sequence, weights: Sequence[float], samples: int, seq
     ]
     stage = StagePlan(0, 0, samples, {stream.name: count for stream, count in zip(streams, rows, strict=True)})
     return DataPlan(sequence_length, samples, tuple(sources), (stage,))
-
-
-def _table(columns: List[str], rows: List[List[str]]) -> List[str]:
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-        for line in [columns, *rows]
-    ]

@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 
@@ -39,6 +40,18 @@ class BufferedEmbedding(tensor_parallel.VocabParallelEmbedding):
 
     into_buffer = False
     """Whether a training step is under way, whose backwards all end in the buffers; see FBTStage.training_step."""
+
+    @classmethod
+    def like(cls, other: tensor_parallel.VocabParallelEmbedding, config: TransformerConfig) -> "BufferedEmbedding":
+        """An embedding of another's shape and layout, in its place."""
+        return cls(
+            other.num_embeddings,
+            other.embedding_dim,
+            init_method=config.embedding_init_method,
+            reduce_scatter_embeddings=other.reduce_scatter_embeddings,
+            config=config,
+            tp_group=other.tp_group,
+        )
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """[b, s] token ids -> [b, s, h], or [s/tp, b, h] under sequence parallelism."""

@@ -82,13 +82,13 @@ class BufferOptimizer(Optimizer):
             with torch.no_grad(), self._stepping(lambda group: fusion_active or not group.get(FUSION_GROUP)):
                 self.megatron.step_with_ready_grads()
         self._count(report, fusion_active)
-        if self.scaler is not None and _finite_loss(report):
+        if self.scaler is not None and report.finite_loss:
             self.scaler.update(overflow=not math.isfinite(report.grad_norm))
         return report
 
     def _scaled(self, report: StepReport) -> StepReport:
         """The report, which says whether a smaller loss scale could help."""
-        overflow = self.scaler is not None and self.scaler.may_fall and report.skipped and _finite_loss(report)
+        overflow = self.scaler is not None and self.scaler.may_fall and report.skipped and report.finite_loss
         return dataclasses.replace(report, overflow=overflow)
 
     @torch.no_grad()
@@ -150,7 +150,3 @@ class BufferOptimizer(Optimizer):
     def set_group_steps(self, updates: List[int]) -> None:
         """See Optimizer."""
         optimizer_state.set_group_steps(self.megatron, updates)
-
-
-def _finite_loss(report: StepReport) -> bool:
-    return all(map(math.isfinite, [*report.loss_per_pass, report.z_loss]))

@@ -42,6 +42,11 @@ class StepReport:
     busy: bool = False
     """Some rank was still writing its part of a checkpoint."""
 
+    @property
+    def finite_loss(self) -> bool:
+        """Whether the losses are finite, whatever the gradient is."""
+        return all(map(math.isfinite, [*self.loss_per_pass, self.z_loss]))
+
 
 @dataclass(frozen=True)
 class BatchSums:

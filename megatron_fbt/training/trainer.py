@@ -1,7 +1,6 @@
 """The training loop: batches in, optimizer steps, reports and checkpoints out."""
 
 import dataclasses
-import math
 import time
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Optional, Tuple
@@ -278,7 +277,7 @@ class Trainer:
         scaler = self.optimizer.scaler
         if scaler is not None and report.overflow:
             return f"fp16 gradients overflow; the loss scale is {scaler.scale:g} now"
-        if scaler is not None and all(map(math.isfinite, report.loss_per_pass)):
+        if scaler is not None and report.finite_loss:
             field = "precision.loss_scale" if scaler.constant else "precision.min_loss_scale"
             return f"the gradient is not finite, and the loss scale cannot fall below {field}"
         return "the loss or the gradient is not finite"

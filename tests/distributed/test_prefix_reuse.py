@@ -14,7 +14,13 @@ GRIDS = [
     pytest.param(Grid(pipeline=4), marks=pytest.mark.slow),
     pytest.param(Grid(tensor=2, pipeline=2, sequence_parallel=True), marks=pytest.mark.slow),
 ]
-ROWS = {"p = 1": (0.97, 1.0), "p = T/2": (0.6, 0.8), "p = T - 1": (0.3, 0.4), "p = T": (1 / 3, 1 / 3)}
+ROWS = {
+    "p = 1": (0.97, 1.0),
+    "p = T/2": (0.6, 0.8),
+    "p = T - 1": (0.3, 0.4),
+    "p = T": (1 / 3, 1 / 3),
+    "prompts": (0.65, 0.8),
+}
 """Bounds of the share of rows that the layers still compute, over all passes."""
 CALLS = {"p = T": {3: 1}, "some empty": {2: 1.5, 3: 2}, "p = T - 1": {3: 3}}
 """Calls of the layers for each micro-batch, by the number of passes."""
