@@ -181,6 +181,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Note a start or decide; the exit code."""
     options = build_parser().parse_args(argv)
     try:
+        if not options.run_dir.strip():
+            raise ConfigError(f"--run_dir {options.run_dir!r}: empty; name the run folder")
         budget_of(options)
         _note(options, os.environ.get("SLURM_JOB_ID", "none"), restart_count(os.environ))
     except FBTError as error:

@@ -95,8 +95,9 @@ def _submit(script: Path, dependency: Optional[str]) -> str:
     """Id of the submitted job."""
     options = [f"--dependency={dependency}"] if dependency else []
     command = ["sbatch", "--parsable", *options, str(script)]
-    # The new job would inherit them, and take the restarts of the job around for its own.
-    environment = {name: value for name, value in os.environ.items() if name in KEPT or name[:6] != "SLURM_"}
+    # The new job would inherit them, and take restarts and meeting place of the job around for its own.
+    around = ("SLURM_", "MASTER_") if "SLURM_JOB_ID" in os.environ else "SLURM_"
+    environment = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(around)}
     try:
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError:

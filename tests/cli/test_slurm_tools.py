@@ -58,20 +58,56 @@ def test_a_job_is_stored_beside_its_run_and_submitted(tool, job, tmp_path, monke
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     given = {"SLURM_RESTART_COUNT": "5", "SLURM_JOB_ID": "7", "SLURM_CONF": "/conf", "SBATCH_QOS": "low"}
+    given["MASTER_ADDR"] = "node7"
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     code, out, _ = tool("launch_slurm", "--job", job, "--dependency", "afterok:41")
     received = (tmp_path / "environment").read_text()
     assert "SLURM_CONF=/conf\n" in received and "SBATCH_QOS=low\n" in received
     assert "SLURM_RESTART_COUNT" not in received and "SLURM_JOB_ID" not in received, "a job around is another one"
+    assert "MASTER_ADDR" not in received
     script = tmp_path / "run" / "slurm" / "tiny.sh"
     assert code == 0 and out == f"script: {script}\njob: 42\n" and script.is_file()
     assert (tmp_path / "arguments").read_text() == f"--parsable --dependency=afterok:41 {script}\n"
     assert tool("run_status", tmp_path / "run")[0] == 0, "it waits for its first start"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    tool("launch_slurm", "--job", job)
+    assert "MASTER_ADDR=node7\n" in (tmp_path / "environment").read_text(), "outside of a job it is the user's"
     (tmp_path / "sbatch").chmod(0o644)
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = tool("launch_slurm", "--job", job)
     assert code == 2 and "sbatch" in err and "was not submitted" in err
+
+
+CHAIN = """#!/bin/sh
+cd "$(dirname "$0")"
+echo "${MASTER_ADDR:-none} $*" >> calls
+[ "$(grep -c . calls)" -le "$(cat allowed)" ] || { echo "sbatch: error: invalid account" >&2; exit 1; }
+echo "$((40 + $(grep -c . calls)));cluster"
+"""
+
+
+@pytest.mark.parametrize("allowed, withdrawn", [(3, None), (2, "41 42\n"), (1, "41\n"), (0, None)])
+def test_a_chain_that_cannot_be_submitted_whole_is_withdrawn(repository, tmp_path, allowed, withdrawn):
+    for name, text in (("sbatch", CHAIN), ("scancel", '#!/bin/sh\necho "$@" > "$(dirname "$0")/cancelled"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "allowed").write_text(str(allowed))
+    copy = tmp_path / "repository" / "examples" / "slurm"
+    copy.mkdir(parents=True)
+    shutil.copy(repository / "examples" / "slurm" / "chain.sh", copy)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "MASTER_ADDR": "node7"}
+    done = subprocess.run(
+        ["bash", copy / "chain.sh", "--account=a"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == min(allowed + 1, 3) and all(call.startswith("none --parsable ") for call in calls)
+    cancelled = tmp_path / "cancelled"
+    assert (cancelled.read_text() if cancelled.exists() else None) == withdrawn
+    if allowed == 3:
+        assert done.returncode == 0 and done.stdout == "preprocessing 41, training 42, evaluation 43\n"
+    else:
+        assert done.returncode == 1 and "invalid account" in done.stderr and done.stdout == ""
 
 
 def test_what_cannot_be_submitted_ends_with_2(tool, job, tmp_path, monkeypatch):

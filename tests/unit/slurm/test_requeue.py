@@ -203,6 +203,7 @@ def test_an_error_behind_half_a_line_of_another_task_is_found(tmp_path, text, fo
         ("0", ["--max_failures", "0"], "--max_failures = 0"),
         ("0", ["--max_restarts", "-1"], "--max_restarts = -1"),
         ("0", ["--run_dir", __file__], "slurm/starts.jsonl: cannot be written"),
+        ("0", ["--run_dir", ""], "--run_dir '': empty"),
     ],
 )
 @pytest.mark.parametrize("when", ["begin", "end"])
