@@ -155,6 +155,7 @@ def make_plan(
     shares, token_equivalents = _expected_passes(config.feedback, starts, steps, batches, sequence_length)
     count = count_parameters(model, vocab_size)
     stages = stage_parameters(model, parallel, vocab_size)
+    micro_batches = training.num_microbatches(data_parallel_size)
     options = recompute_options(config, shares, data_parallel_size, vocab_size)
     policy = choose(config.memory, options)
     return RunPlan(
@@ -176,7 +177,7 @@ def make_plan(
         sequence_length=sequence_length,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
-        num_microbatches=training.global_batch_size // (training.micro_batch_size * data_parallel_size),
+        num_microbatches=micro_batches,
         tokens_per_step=training.global_batch_size * sequence_length,
         train_steps=steps,
         train_samples=samples,
@@ -185,11 +186,22 @@ def make_plan(
         pass_shares=shares,
         expected_passes=sum(passes * share for passes, share in shares.items()),
         token_equivalents=token_equivalents,
-        reused_share=saved_share(config),
+        reused_share=_reused_share(config, shares, micro_batches),
         max_passes=config.feedback.max_passes,
         validation_passes=config.feedback.validation_passes,
         notes=tuple(_notes(config) + _unreached(config, starts, steps)),
     )
+
+
+def _reused_share(config: PretrainConfig, shares: Dict[int, float], micro_batches: int) -> Optional[float]:
+    """See RunPlan: the mean over all extra passes of the run; of batches of two where the run has no extra pass."""
+    extra = {passes: share * (passes - 1) for passes, share in shares.items() if passes > 1}
+    if not extra:
+        return saved_share(config, min(2, config.feedback.max_passes), micro_batches)
+    saved = {passes: saved_share(config, passes, micro_batches) for passes in extra}
+    if None in saved.values():
+        return None
+    return sum(extra[passes] * saved[passes] for passes in extra) / sum(extra.values())
 
 
 def _expected_passes(

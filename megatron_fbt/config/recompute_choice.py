@@ -45,13 +45,14 @@ def recompute_options(
         data_parallel_size: ranks over which states are sharded.
         vocab_size: entries of the vocabulary, without padding.
     """
-    found = []
+    found, micro_batches = [], config.training.num_microbatches(data_parallel_size)
+    extra = {passes: 1.0 - (saved_share(config, passes, micro_batches) or 0.0) for passes in pass_shares}
     for policy in POLICIES:
         asked = with_policy(config, policy)
         if (policy.recompute_passes == "early" and config.feedback.max_passes == 1) or precision_problems(asked):
             continue
         memory = largest_rank(asked, config.optimizer.sharding, data_parallel_size, vocab_size)
-        found.append(RecomputeOption(policy, _repeated(asked, pass_shares, vocab_size), memory.total))
+        found.append(RecomputeOption(policy, _repeated(asked, pass_shares, extra, vocab_size), memory.total))
     return sorted(found, key=lambda option: option.repeated)
 
 
@@ -94,8 +95,10 @@ def _gib(size: int) -> str:
     return f"{math.ceil(1000 * size / 2**30) / 1000:.3f}"
 
 
-def _repeated(config: PretrainConfig, pass_shares: Mapping[int, float], vocab_size: int) -> float:
-    """See RecomputeOption; extra passes compute what prefix reuse leaves of them."""
+def _repeated(
+    config: PretrainConfig, pass_shares: Mapping[int, float], extra: Mapping[int, float], vocab_size: int
+) -> float:
+    """See RecomputeOption; extra is the share of the rows that an extra pass computes, by K."""
     policy, model, length = config.memory.policy, config.model, config.data.sequence_length
     again = {
         "none": 0.0,
@@ -103,11 +106,10 @@ def _repeated(config: PretrainConfig, pass_shares: Mapping[int, float], vocab_si
         "full": layer_flops_per_token(model, length),
     }
     one, two = (step_flops(model, length, vocab_size, 1, passes) for passes in (1, 2))
-    extra = 1.0 - (saved_share(config) or 0.0)
     repeated = computed = 0.0
     for passes, share in pass_shares.items():
         for number in range(1, passes + 1):
-            rows = 1.0 if number == 1 else extra
+            rows = 1.0 if number == 1 else extra[passes]
             repeated += share * rows * again[policy.of_pass(last=number == passes)]
             computed += share * rows * (one if number == 1 else two - one)
     return repeated / computed if computed else 0.0

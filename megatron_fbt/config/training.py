@@ -111,6 +111,10 @@ class TrainingConfig(Section):
         sections = [getattr(self, name) for name in ("z_loss", "spikes") if rules.usable(name)]
         return rules.problems + [problem for section in sections for problem in section.problems()]
 
+    def num_microbatches(self, data_parallel_size: int) -> int:
+        """Micro-batches of each data-parallel rank in a step of global_batch_size rows."""
+        return self.global_batch_size // (self.micro_batch_size * data_parallel_size)
+
     def _rampup_rules(self, rules: Rules) -> None:
         """[start, increment, samples] reaches global_batch_size exactly."""
         field, remedy = "rampup_batch_size", "give [start, increment, samples]"

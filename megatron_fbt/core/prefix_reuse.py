@@ -11,7 +11,7 @@ leaf there, and pass 1's backward adds the gradient that has come to it.
 """
 
 from dataclasses import dataclass, field
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 from megatron.core import tensor_parallel
@@ -124,22 +124,12 @@ class PrefixReuse:
     Args:
         layout: this process's place.
         micro_batches: of the step.
-        passes: K.
-        fused: positions fused in a pass counted from 1, [b, s] bool; the same on every stage.
+        starts: of each of them, the first position that an extra pass fuses, by pass; see row_groups.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        micro_batches: Sequence[MicroBatch],
-        passes: int,
-        fused: Callable[[MicroBatch, int], torch.Tensor],
-    ):
-        self.layout, self.passes = layout, passes
+    def __init__(self, layout: Layout, micro_batches: Sequence[MicroBatch], starts: Sequence[Sequence[int]]):
+        self.layout, self.passes = layout, 1 + len(starts[0])
         self.length = micro_batches[0].document_starts.size(1)
-        rows = _joined([batch.host for batch in micro_batches])
-        masks = torch.stack([fused(rows, number) for number in range(2, passes + 1)])
-        starts = _first_fused(masks, len(micro_batches))
         self.starts = {
             id(batch): [0, *map(self._usable, of_batch)] for batch, of_batch in zip(micro_batches, starts, strict=True)
         }
@@ -198,27 +188,3 @@ class PrefixReuse:
         """After the forward of the last pass nothing but the graphs needs what was kept."""
         if index == self.passes - 1:
             self.plain.pop(id(batch), None)
-
-
-def _joined(batches: List[MicroBatch]) -> MicroBatch:
-    """The rows of all micro-batches as those of one, as far as the CPU's memory has them."""
-    regions = [batch.feedback_region for batch in batches]
-    return MicroBatch(
-        None,
-        None,
-        None,
-        torch.cat([batch.document_starts for batch in batches]),
-        torch.cat([batch.sample_ids for batch in batches]),
-        None if any(region is None for region in regions) else torch.cat(regions),
-    )
-
-
-def _first_fused(fused: torch.Tensor, micro_batches: int) -> List[List[int]]:
-    """First position that is fused in some row, s if there is none, by micro-batch and pass.
-
-    Args:
-        fused: [passes, m * b, s] bool, in the CPU's memory.
-        micro_batches: m.
-    """
-    some = fused.unflatten(1, (micro_batches, -1)).any(2)  # [passes, m, s]
-    return torch.where(some.any(2), some.int().argmax(2), fused.size(2)).t().tolist()

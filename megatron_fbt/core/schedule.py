@@ -19,6 +19,7 @@ from megatron_fbt.core.fp8 import begin_step, end_step
 from megatron_fbt.core.last_backward import LastBackward
 from megatron_fbt.core.pass_by_pass import PassByPass
 from megatron_fbt.core.prefix_reuse import PrefixReuse, ZeroGradient
+from megatron_fbt.core.row_groups import group_rows
 from megatron_fbt.core.stage import FBTStage
 from megatron_fbt.data.batch import MicroBatch
 from megatron_fbt.feedback.diagnostics import PassDiagnostics
@@ -320,7 +321,10 @@ def run_passes(
     totals = PassTotals(passes, stage.layout.device)
     config = _schedule_config(stage, passes)
     views = [PassView(stage, index, weights, recipe, totals, config) for index in range(passes)]
-    reuse = _prefix_reuse(stage, micro_batches, passes, recipe)
+    reuse = None
+    if passes > 1 and recipe.training and stage.reuses_prefix:  # validation has no plain prefix
+        micro_batches, starts = group_rows(micro_batches, passes, recipe.fused)
+        reuse = PrefixReuse(stage.layout, micro_batches, starts)
     for view in views:
         view.diagnostics, view.reuse = diagnostics, reuse
     unused = tuple(stage.fusion.parameters()) if passes > 1 and stage.pre_process else ()
@@ -338,15 +342,6 @@ def run_passes(
     if not forward_only:
         end_step(stage)
     return totals
-
-
-def _prefix_reuse(
-    stage: FBTStage, micro_batches: Sequence[MicroBatch], passes: int, recipe: Recipe
-) -> Optional[PrefixReuse]:
-    """What the step's passes share of pass 1; None = nothing, as in validation, which has no plain prefix."""
-    if passes == 1 or not (recipe.training and stage.reuses_prefix):
-        return None
-    return PrefixReuse(stage.layout, micro_batches, passes, recipe.fused)
 
 
 def _run_schedule(
