@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/prefix_reuse.py            (about an hour on an idle core)
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/prefix_reuse.py --pipeline 2
 
-Forward, backward and optimizer of the trainer; matrix products dominate. The plain prefixes of a step's n micro-batches
-are 1 + floor((i + 1/2) T / n), i = 0 .. n - 1, in a shuffled order, the same on both sides. Bars with micro-batches of
-one row: K = 2 / K = 1 <= 1.70, K = 3 / K = 1 <= 2.45.
+Forward, backward and optimizer of the trainer; matrix products dominate. The plain prefixes of a step's n rows are
+1 + floor((i + 1/2) T / n), i = 0 .. n - 1, in a shuffled order, the same on both sides; micro-batches of several rows
+get those of about one length, as in training. Bars with micro-batches of one row: K = 2 / K = 1 <= 1.70,
+K = 3 / K = 1 <= 2.45.
 """
 
 import argparse
