@@ -24,7 +24,7 @@ OF_THIS_MACHINE = ("is_local", "local_files_only")
 
 
 def make_portable(folder: Path) -> None:
-    """Rewrite what save_pretrained of 5.x puts into tokenizer_config.json and 4.x cannot read.
+    """Rewrite tokenizer_config.json of save_pretrained so that 4.x and 5.x read, and have written, the same.
 
     Args:
         folder: Holds tokenizer_config.json and tokenizer.json.
@@ -36,6 +36,8 @@ def make_portable(folder: Path) -> None:
         content.setdefault("model_input_names", ["input_ids", "attention_mask"])
     if isinstance(content.get("extra_special_tokens"), list):  # a mapping in 4.x
         content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    elif not content.get("extra_special_tokens"):  # 4.x writes an empty one
+        content.pop("extra_special_tokens", None)
     for name in OF_THIS_MACHINE:
         content.pop(name, None)
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
