@@ -57,7 +57,17 @@ class RecomputingLayer(TransformerLayer):
         """See TransformerLayer."""
         if self.recompute != "full" or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        return recomputed(super().forward, *args, fp8=self.config.fp8 is not None, **kwargs)
+        return recomputed(self._forward_once, *args, fp8=self.config.fp8 is not None, **kwargs)
+
+    def _forward_once(self, *args, **kwargs):
+        """A forward that leaves nothing in the layer, though a checkpoint may stop it before its end.
+
+        Megatron-Core 0.19 keeps hidden states there, and so their graph, until the forward's last lines.
+        """
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.mlp_norm_manager = None
 
 
 class RecomputingAttention(SelfAttention):
