@@ -63,6 +63,8 @@ def arm_reduction(model: DistributedDataParallel) -> None:
     """Reduce each bucket as soon as its gradients arrive; to be called when the last backward of a step begins."""
     for group in model.bucket_groups:
         group.is_last_microbatch = True
+    for param in model.module.weights_of_forward():
+        model.param_to_bucket_group[param].register_grad_ready(param)
 
 
 def reduce_gradients(model: DistributedDataParallel) -> None:

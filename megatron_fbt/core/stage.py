@@ -4,7 +4,7 @@ Shapes: s sequence, b micro batch, h hidden; states between stages are [s/tp, b,
 """
 
 import contextlib
-from typing import Dict, Iterator, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
 import torch
 from megatron.core.enums import ModelType
@@ -218,13 +218,23 @@ class FBTStage(LanguageModule):
             The sum, whose gradient in the backward is 1 (see chunked_loss); losses [s, b]; log sum exp [s, b], at least
             where there is a z-loss.
         """
-        if self.loss_shard is not None and self.config.grad_scale_func is None:  # a scale is not known here
+        if self._chunks_loss:
             return chunked_loss(states, self.head_weight(), labels, weights, squares, self.loss_shard)
         if squares is None:
             losses = self.losses(states, labels)
             return (losses * weights).sum(), losses, None
         losses, normalizers = self.losses_and_normalizers(states, labels)
         return (losses * weights).sum() + (normalizers.square() * squares).sum(), losses, normalizers
+
+    @property
+    def _chunks_loss(self) -> bool:
+        """Whether the last stage's loss is chunked: not with Megatron-Core's loss scale, which it does not know."""
+        return self.loss_shard is not None and self.config.grad_scale_func is None
+
+    def weights_of_forward(self) -> List[torch.nn.Parameter]:
+        """Weights whose gradients all come in the forward: the output head's, with a chunked loss."""
+        embeds = self.pre_process and self.share_embeddings_and_output_weights
+        return [self.head_weight()] if self.post_process and self._chunks_loss and not embeds else []
 
     def head_weight(self) -> torch.Tensor:
         """[v/tp, h], this rank's rows of the output head, on the last stage."""

@@ -96,23 +96,37 @@ def measure(rank: int, world_size: int) -> Dict:
     return {"recompute": recompute(layout), "packed": packed(layout)}
 
 
-def overlap(rank: int, world_size: int) -> Dict:
+OVERLAPPED = {
+    "tied": {},
+    "untied": {"model.share_embeddings_and_output_weights": False},
+    "whole logits": {"model.share_embeddings_and_output_weights": False, "memory.chunked_loss": False},
+}
+
+
+def overlap(rank: int, world_size: int, grid: Grid) -> Dict:
+    """For each model and sharding, see overlapped."""
+    layout = start(grid)
+    return {
+        (name, sharding): overlapped(overrides, sharding, grid, layout)
+        for name, overrides in OVERLAPPED.items()
+        for sharding in ("none", "megatron")
+    }
+
+
+def overlapped(overrides: Dict, sharding: str, grid: Grid, layout: Layout) -> List:
     """For K = 1, 2, 3: bucket groups, those under way when the backward ends, and the error of the gradients."""
-    grid = Grid(data=2)
-    layout, found = start(grid), {}
-    plain = build(Case(""), grid, layout)
-    for sharding in ("none", "megatron"):
-        case = Case("", {"parallel.overlap_grad_reduce": True, "optimizer.sharding": sharding})
-        built = build(case, grid, layout)
-        groups = built.optimizer.model.bucket_groups
-        for passes in (1, 2, 1, 3, 2):
-            expected = gradients(plain, passes)
-            built.optimizer.zero_grad()
-            built.run(own_part(global_batch(0), layout)[:2], passes)
-            started = sum(group.grad_reduce_handle is not None for group in groups)
-            reduce_gradients(built.optimizer.model)
-            error = largest_error(built, expected) if sharding == "none" else 0.0
-            found.setdefault(sharding, []).append((passes, len(groups), started, error))
+    plain, found = build(Case("", overrides), grid, layout), []
+    case = Case("", {**overrides, "parallel.overlap_grad_reduce": True, "optimizer.sharding": sharding})
+    built = build(case, grid, layout)
+    groups = built.optimizer.model.bucket_groups
+    for passes in (1, 2, 1, 3, 2):
+        expected = gradients(plain, passes)
+        built.optimizer.zero_grad()
+        built.run(own_part(global_batch(0), layout)[:2], passes)
+        started = sum(group.grad_reduce_handle is not None for group in groups)
+        reduce_gradients(built.optimizer.model)
+        error = largest_error(built, expected) if sharding == "none" else 0.0
+        found.append((passes, len(groups), started, error))
     return found
 
 
