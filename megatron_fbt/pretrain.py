@@ -73,12 +73,12 @@ def train(config: PretrainConfig, is_main: bool, signals: SignalWatcher) -> None
     validate_config(config, world_size, phase_starts)
     tokenizer = run_tokenizer(config)
     config.model.vocab_size = check_vocab_size(config, tokenizer.vocab_size)
-    plan = make_plan(config, world_size, config.model.vocab_size, phase_starts, done)
-    config.memory.chosen = plan.recompute
-    from megatron_fbt.core.backends import check_backend
+    from megatron_fbt.core.backends import as_here, check_backend
     from megatron_fbt.core.precision_report import precision_report
     from megatron_fbt.training.session import run_session
 
+    plan = make_plan(as_here(config), world_size, config.model.vocab_size, phase_starts, done)
+    config.memory.chosen = plan.recompute
     if is_main:
         print(plan.describe(), precision_report(config).describe(), sep="\n", flush=True)
     check_backend(config)

@@ -18,19 +18,23 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
 
     Raises:
         CheckpointError: if the run folder's checkpoints cannot be read.
-        ConfigError: if Megatron-Core's version is not supported or the vocabulary is not known.
+        ConfigError: if Megatron-Core's version is not supported, the vocabulary is not known, nothing fits
+            memory.budget_gib, or prefixes cannot be reused as asked for on this machine.
         DataError: if the tokenizer cannot be read, or training finds too little in its data.
     """
     check_megatron_core_version()
     world_size = resolve_world_size(config, os.environ, dry_run=True)
+    from megatron_fbt.core.backends import as_here, check_reuse
     from megatron_fbt.core.precision_report import precision_report
     from megatron_fbt.training.fingerprint import stage_samples
     from megatron_fbt.training.resume import find_resume_point
     from megatron_fbt.training.run_folder import steps_and_samples, stored_phase_starts
 
+    check_reuse(config)
     checkpoint = find_resume_point(config).checkpoint
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
-    plan = make_plan(config, world_size, planned_vocab_size(config), phase_starts, steps_and_samples(checkpoint))
+    vocab_size, done = planned_vocab_size(config), steps_and_samples(checkpoint)
+    plan = make_plan(as_here(config), world_size, vocab_size, phase_starts, done)
     config.memory.chosen = plan.recompute
     from megatron_fbt.data.forecast import forecast
 

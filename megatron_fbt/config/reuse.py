@@ -14,7 +14,7 @@ _MOST_GROUPS = 64
 def reuse_obstacle(config: PretrainConfig) -> Optional[str]:
     """Field, value and reason for which prefix reuse cannot be; None if nothing in the configuration speaks against it.
 
-    The layer backend, which model.transformer_impl auto leaves to the machine, is checked where the model is built.
+    What model.transformer_impl auto comes to is left to the machine, see core/backends.py, as_here.
     """
     model = config.model
     for name in ("attention_dropout", "hidden_dropout"):
@@ -24,10 +24,10 @@ def reuse_obstacle(config: PretrainConfig) -> Optional[str]:
         return f"precision.fp8 = {config.precision.fp8!r} scales a tensor by its largest value, which a suffix may lack"
     if config.optimizer.sharding in ZERO_STAGES:
         return f"optimizer.sharding = {config.optimizer.sharding!r} has not been shown to give equal gradients with it"
-    return engine_obstacle(config) if model.transformer_impl == "transformer_engine" else None
+    return _engine_obstacle(config) if model.transformer_impl == "transformer_engine" else None
 
 
-def engine_obstacle(config: PretrainConfig) -> Optional[str]:
+def _engine_obstacle(config: PretrainConfig) -> Optional[str]:
     """The same, of Transformer Engine's attention; null leaves prefix reuse off there until a GPU has confirmed it."""
     if config.data.reset_attention_mask:
         return (
@@ -48,7 +48,7 @@ def reuse_problems(config: PretrainConfig) -> List[str]:
 
 
 def reuses_prefix(config: PretrainConfig) -> bool:
-    """Whether a run reuses prefixes, unless the machine chooses Transformer Engine and that has an obstacle."""
+    """Whether a run reuses prefixes; see reuse_obstacle."""
     return config.feedback.prefix_reuse is not False and reuse_obstacle(config) is None
 
 

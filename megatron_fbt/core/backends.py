@@ -1,5 +1,6 @@
 """Which layer backend runs, and whether the libraries are there that a configuration asks for."""
 
+import dataclasses
 from typing import Optional
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from megatron_fbt.config.deepspeed import ZERO_STAGES
 from megatron_fbt.config.fp8 import CAPABILITY
 from megatron_fbt.config.pretrain import PretrainConfig
+from megatron_fbt.config.reuse import reuse_problems
+from megatron_fbt.config.rules import raise_problems
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.optional import deepspeed_problem, transformer_engine_problem, weight_gradient_kernel_problem
@@ -53,6 +56,24 @@ def backend_of(config: PretrainConfig) -> str:
     return "transformer_engine"
 
 
+def as_here(config: PretrainConfig) -> PretrainConfig:
+    """The configuration with the layer backend that this machine takes; as it is where none can run it."""
+    try:
+        backend = backend_of(config)
+    except ConfigError:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, transformer_impl=backend))
+
+
+def check_reuse(config: PretrainConfig) -> None:
+    """Refuse feedback.prefix_reuse = true where the layer backend that this machine takes cannot do it.
+
+    Raises:
+        ConfigError: naming what stands in its way.
+    """
+    raise_problems(reuse_problems(as_here(config)))
+
+
 def fp8_problem(recipe: str) -> Optional[str]:
     """Why this machine has no products of an FP8 recipe, or None if it has."""
     if not on_gpu():
@@ -93,9 +114,10 @@ def check_backend(config: PretrainConfig) -> None:
 
     Raises:
         ConfigError: Transformer Engine or DeepSpeed is asked for and cannot be used, or the former cannot mask the
-            documents as configured.
+            documents, or compute suffixes, as configured.
     """
     fuses_weight_gradients(config)
+    check_reuse(config)
     sharding = config.optimizer.sharding
     problem = deepspeed_problem() if sharding in ZERO_STAGES else None
     if problem is not None:

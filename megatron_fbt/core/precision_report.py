@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.config.reuse import engine_obstacle, reuses_prefix
-from megatron_fbt.core.backends import backend_of, fuses_weight_gradients
+from megatron_fbt.config.reuse import reuse_obstacle, reuses_prefix
+from megatron_fbt.core.backends import as_here, backend_of, fuses_weight_gradients
 from megatron_fbt.core.cpu import on_gpu
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.optional import apex_problem, transformer_engine_problem, weight_gradient_kernel_problem
@@ -61,15 +61,15 @@ def precision_report(config: PretrainConfig) -> PrecisionReport:
         backend, fused = backend_of(config), fuses_weight_gradients(config)
     except ConfigError as error:
         problem = str(error)
-    extra = _extra_passes(config, backend)
+    extra = _extra_passes(as_here(config))
     return PrecisionReport(_installed(), _device(), backend, problem, _weights(config), fused, extra, _products(config))
 
 
-def _extra_passes(config: PretrainConfig, backend: Optional[str]) -> str:
+def _extra_passes(config: PretrainConfig) -> str:
     if config.feedback.max_passes == 1:
         return "there are none"
-    obstacle = engine_obstacle(config) if backend == "transformer_engine" else None
-    if reuses_prefix(config) and obstacle is None:
+    obstacle = reuse_obstacle(config)
+    if reuses_prefix(config):
         return "what follows their plain prefix (feedback.prefix_reuse)"
     return "whole rows" if obstacle is None else f"whole rows (feedback.prefix_reuse: {obstacle})"
 

@@ -31,11 +31,10 @@ def group_rows(
     """
     hosts = [batch.host for batch in micro_batches]
     (rows,) = _deal(hosts, [range(sum(len(host.sample_ids) for host in hosts))])
-    starts = torch.stack([_first_true(fused(rows, number)) for number in range(2, passes + 1)])
-    order = cheapest_order(starts, len(hosts))
-    groups = order.view(len(hosts), -1).tolist()
-    begin = starts[:, order].unflatten(1, (len(hosts), -1)).amin(2).t().tolist()
-    if sum(groups, []) == list(range(len(order))):
+    starts = torch.stack([_first_true(fused(rows, number)) for number in range(2, passes + 1)]).tolist()
+    groups = cheapest_groups(starts, len(hosts))
+    begin = [list(smallest) for smallest in zip(*(_smallest(keys, groups) for keys in starts), strict=True)]
+    if groups == _split(range(len(starts[0])), len(hosts)):
         return micro_batches, begin
     dealt = _deal(micro_batches, groups)
     if hosts[0] is not micro_batches[0]:
@@ -44,18 +43,30 @@ def group_rows(
     return dealt, begin
 
 
-def cheapest_order(starts: torch.Tensor, micro_batches: int) -> torch.Tensor:
-    """Numbers of the rows [n] in the order in which micro-batches of neighbours have most to spare.
+def cheapest_groups(starts: Sequence[Sequence[int]], micro_batches: int) -> List[List[int]]:
+    """Numbers of the rows of each micro-batch, in the order in which they have most to spare; of equal ones the first.
 
     Args:
-        starts: first position that is fused, [K - 1, n].
+        starts: first position that is fused, [K - 1][n].
         micro_batches: m.
     """
-    orders = [torch.arange(starts.size(1))]
-    if starts.size(1) > micro_batches > 1:
-        orders += [keys.argsort(stable=True) for keys in (*starts, starts.sum(0))]
-    spared = [starts[:, order].unflatten(1, (micro_batches, -1)).amin(2).sum() for order in orders]
-    return orders[int(torch.stack(spared).argmax())]
+    rows = range(len(starts[0]))
+    orders = [_split(rows, micro_batches)]
+    if len(rows) > micro_batches > 1:
+        sums = [sum(of_row) for of_row in zip(*starts, strict=True)]
+        orders += [_split(sorted(rows, key=keys.__getitem__), micro_batches) for keys in (*starts, sums)]
+    return max(orders, key=lambda groups: sum(sum(_smallest(keys, groups)) for keys in starts))
+
+
+def _split(order: Sequence[int], micro_batches: int) -> List[List[int]]:
+    """Neighbours together."""
+    size = len(order) // micro_batches
+    return [list(order[begin : begin + size]) for begin in range(0, len(order), size)]
+
+
+def _smallest(keys: Sequence[int], groups: Sequence[Sequence[int]]) -> List[int]:
+    """Of each group."""
+    return [min(keys[row] for row in group) for group in groups]
 
 
 def _first_true(mask: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fbt.config.deepspeed import ZERO_STAGES
 from megatron_fbt.config.feedback import resolved_input_scale
 from megatron_fbt.config.pretrain import PretrainConfig
-from megatron_fbt.config.reuse import engine_obstacle, reuses_prefix
+from megatron_fbt.config.reuse import reuses_prefix
 from megatron_fbt.core.attention_context import AttentionContext
+from megatron_fbt.core.backends import as_here
 from megatron_fbt.core.parallel import Layout
 from megatron_fbt.core.recompute import set_recompute
 from megatron_fbt.core.specs import block_spec, column_linear, fusion_context, transformer_config
-from megatron_fbt.errors import ConfigError
 from megatron_fbt.model.attention_mask import KeyValueJoin
 from megatron_fbt.model.chunked_loss import LossShard, chunked_loss
 from megatron_fbt.model.embedding import BufferedEmbedding
@@ -64,13 +64,7 @@ class FBTStage(LanguageModule):
             scale, context = resolved_input_scale(config), fusion_context(config, mcore)
             self.fusion = build_fusion(kind, mcore, scale, self.tp_group, linear, context)
         self.context = AttentionContext(config, mcore, self.cp_group)
-        obstacle = engine_obstacle(config) if self.context.packed else None
-        self.reuses_prefix = reuses_prefix(config) and obstacle is None
-        if config.feedback.prefix_reuse and not self.reuses_prefix:
-            raise ConfigError(
-                f"feedback.prefix_reuse = true: {obstacle}; model.transformer_impl = 'auto' takes that here: set it to "
-                "torch, or feedback.prefix_reuse to null or false"
-            )
+        self.reuses_prefix = reuses_prefix(as_here(config))
         self.decoder = TransformerBlock(
             mcore,
             block_spec(mcore, config),

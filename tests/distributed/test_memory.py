@@ -40,8 +40,8 @@ def test_reduction_runs_during_the_last_backward_whatever_the_passes_before(over
         assert [passes for passes, *_ in rank[model, sharding]] == [1, 2, 1, 3, 2]
         for passes, groups, started, error in rank[model, sharding]:
             first_stage = number < grid.world_size // grid.pipeline
-            # Later stages have one bucket in Megatron-Core: only the first one's reduction keeps anybody waiting.
-            assert groups > (4 if grid.pipeline == 1 else 2) if first_stage else groups == 1
+            # Later stages have one bucket in Megatron-Core, with sharded states another for a tied head.
+            assert groups > (4 if grid.pipeline == 1 else 2) if first_stage else groups in (1, 2)
             # With one pass the group that holds the fusion layer waits: it gets no gradient.
             assert started == groups - int(passes == 1 and first_stage)
             assert error <= 1e-6

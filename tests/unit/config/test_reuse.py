@@ -7,7 +7,7 @@ from megatron_fbt.config.feedback import PassPhase, PrefixConfig
 from megatron_fbt.config.plan import make_plan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.config.reuse import reuse_obstacle, reuses_prefix, saved_share, smallest_prefixes
-from megatron_fbt.core.row_groups import cheapest_order
+from megatron_fbt.core.row_groups import cheapest_groups
 from megatron_fbt.errors import ConfigError
 from megatron_fbt.feedback.prefix import fused_positions
 
@@ -85,9 +85,10 @@ def test_the_expected_saving_is_the_mean_over_drawn_prefixes(
     for number in range(2, passes + 1):
         fused = fused_positions(config.feedback.prefix, starts, torch.arange(steps * count), number, seed=1)
         plain.append((~fused).sum(1).view(steps, count))
-    orders = [cheapest_order(prefixes, micro_batches) for prefixes in torch.stack(plain, 1)]
-    dealt = [prefixes[:, order].unflatten(1, (-1, rows)) for prefixes, order in zip(torch.stack(plain, 1), orders)]
-    found = torch.stack(dealt).amin(3).double().mean().item() / 200
+    prefixes = torch.stack(plain, 1)
+    groups = torch.tensor([cheapest_groups(of_step, micro_batches) for of_step in prefixes.tolist()])
+    dealt = torch.stack([of_step[:, order] for of_step, order in zip(prefixes, groups)])
+    found = dealt.amin(3).double().mean().item() / 200
     expected = saved_share(config, passes, micro_batches)
     if passes == 2 or rows == 1 or micro_batches == 1:
         assert expected == pytest.approx(found, abs=0.015)
