@@ -65,7 +65,7 @@ fbt_pip() {
     fbt_say "pip install $*"
     if ! python -m pip install --disable-pip-version-check --quiet "$@"; then
         fbt_say "error: 'pip install $*' failed; its message is above. Check the network and the free disk space" \
-            "(about 2 GB are needed), then run this command again"
+            "(2.5 GB are needed, several more for a PyTorch with CUDA), then run this command again"
         return 1
     fi
 }

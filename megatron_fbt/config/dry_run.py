@@ -1,7 +1,9 @@
 """--dry_run: all checks and the plan of a run, without processes."""
 
+import dataclasses
 import json
 import os
+from pathlib import Path
 
 from megatron_fbt.config.checks import resolve_world_size
 from megatron_fbt.config.load import CommandOptions
@@ -35,6 +37,8 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     phase_starts = None if checkpoint is None else stored_phase_starts(config, checkpoint)
     vocab_size, done = planned_vocab_size(config), steps_and_samples(checkpoint)
     plan = make_plan(as_here(config), world_size, vocab_size, phase_starts, done)
+    if checkpoint is not None:
+        plan = dataclasses.replace(plan, notes=(_resumed(config, checkpoint, done[0], plan.train_steps), *plan.notes))
     config.memory.chosen = plan.recompute
     from megatron_fbt.data.forecast import forecast
 
@@ -57,6 +61,15 @@ def run_dry(config: PretrainConfig, options: CommandOptions) -> None:
     print(precision.describe())
     print("\n".join([*(["", data.describe()] if data else []), *(f"note: {note}" for note in notes)]), end="")
     print("\n" if data or notes else "", end="")
+
+
+def _resumed(config: PretrainConfig, checkpoint: Path, done: int, steps: int) -> str:
+    """Whose plan it is."""
+    rest = "the run is finished" if done >= steps else f"{steps - done:,} to go"
+    return (
+        f"{config.run.dir} has {checkpoint.name} with {done:,} steps done, {rest}: this is the plan of its resume; "
+        "another run.dir gives that of a new run"
+    )
 
 
 def planned_vocab_size(config: PretrainConfig) -> int:

@@ -111,7 +111,7 @@ class PrefixConfig(Section):
         """See Section."""
         rules = Rules("feedback.prefix", self)
         rules.numbers("probability", "low", "high", high=1.0)
-        rules.numbers("exponent", above=True)
+        rules.numbers("exponent", above=True, high=1e6)
         if rules.usable("low", "high"):
             why = f"above feedback.prefix.high = {self.high:g}"
             rules.require(self.low <= self.high, "low", why, "give a share between 0 and feedback.prefix.high")

@@ -142,6 +142,8 @@ def _parse(parser: ArgumentParser, argv: List[str]) -> Tuple[PretrainConfig, Any
         sections = parser.instantiate(parsed)
     except argparse.ArgumentError as error:
         raise ConfigError(_explain(str(error))) from None
+    except OverflowError as error:
+        raise ConfigError(f"a number has too many digits ({error}); give one that a float can hold") from None
     names = [field.name for field in dataclasses.fields(PretrainConfig)]
     return PretrainConfig(**{name: getattr(sections, name) for name in names}), parsed
 
@@ -156,6 +158,6 @@ def _explain(text: str) -> str:
     remedy = f"give {describe_type(types[field])}" if field in types else "--help shows how it is written"
     value = re.fullmatch(r"Expected a .*?\. Got value: (.*)|Does not .*Given value: (.*)", detail, re.DOTALL)
     if value:
-        given = " ".join((value.group(1) or value.group(2)).split())
-        return f"{field} = {given}: wrong type or value; {remedy}"
+        (given,) = (text for text in value.groups() if text is not None)
+        return f"{field} = {' '.join(given.split()) or repr(given)}: wrong type or value; {remedy}"
     return f"{field}: {' '.join(detail.split())}; {remedy}"

@@ -5,6 +5,9 @@ from typing import ClassVar, List, Literal, Optional
 
 from megatron_fbt.config.rules import Rules, Section, show
 
+LARGEST = 2.0**30
+"""Of numbers of MiB and GiB: more than any process has, and a number of bytes that an integer can have."""
+
 
 @dataclass(frozen=True)
 class RecomputePolicy:
@@ -47,7 +50,7 @@ class MemoryConfig(Section):
     def problems(self) -> List[str]:
         """See Section."""
         rules = Rules("memory", self)
-        rules.numbers("loss_chunk_mib", "budget_gib", above=True)
+        rules.numbers("loss_chunk_mib", "budget_gib", above=True, high=LARGEST)
         for field, default in vars(RecomputePolicy()).items():
             if self.budget_gib is not None and rules.usable(field) and getattr(self, field) != default:
                 why = f"memory.budget_gib = {show(self.budget_gib)} chooses it"

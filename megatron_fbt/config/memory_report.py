@@ -59,7 +59,8 @@ def largest_rank(config: PretrainConfig, sharding: str, data_parallel_size: int,
 def _allowed(config: PretrainConfig, sharding: str) -> bool:
     stages = config.parallel.pipeline_model_parallel_size
     muon_shards = config.optimizer.type == "muon" and sharding != "none"
-    return not muon_shards and (stages == 1 or shards_over_stages(sharding))
+    chunks_shards = config.memory.chunked_loss and sharding == "zero3"
+    return not (muon_shards or chunks_shards) and (stages == 1 or shards_over_stages(sharding))
 
 
 def rank_memory(
@@ -92,9 +93,9 @@ def rank_memory(
 
 
 def memory_table(report: Dict[str, RankMemory], chosen: str) -> List[str]:
-    """Lines of a table in GiB, the chosen sharding marked."""
+    """Lines of a table in GiB on the fullest process, the chosen sharding marked."""
     names = [field.name for field in dataclasses.fields(RankMemory)] + ["total"]
-    rows = [["GiB on the fullest process", *(name.replace("_", " ") for name in names)]]
+    rows = [["GiB by optimizer.sharding", *(name.replace("_", " ") for name in names)]]
     for sharding, memory in report.items():
         mark = " (this run)" if sharding == chosen else ""
         rows.append([f"  {sharding}{mark}", *(f"{getattr(memory, name) / 2**30:.2f}" for name in names)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from megatron_fbt.config.feedback import FeedbackConfig, resolved_input_scale
-from megatron_fbt.config.memory import RecomputePolicy
+from megatron_fbt.config.memory import MemoryConfig, RecomputePolicy
 from megatron_fbt.config.memory_report import RankMemory, memory_report, memory_table
 from megatron_fbt.config.parameter_count import count_parameters, padded_vocab_size, stage_parameters
 from megatron_fbt.config.pipeline_split import stage_layers
@@ -78,7 +78,7 @@ class RunPlan:
         rows = self._layout_rows() + self._run_rows()
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
-        lines += ["", *memory_table(self.memory, self.sharding), ""]
+        lines += ["", "memory of the fullest process", *memory_table(self.memory, self.sharding), ""]
         if self.budget_gib is not None:
             lines += [*option_table(self.recompute_options, self.recompute, self.budget_gib), ""]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -261,6 +261,11 @@ def _notes(config: PretrainConfig) -> List[str]:
         )
     if norm == "rms" and scale != 1.0:
         notes.append(f"plain inputs have RMS 1 (model.input_norm rms), fused ones feedback.input_scale = {scale:g}")
+    memory = config.memory
+    if memory.chunked_loss is False and memory.loss_chunk_mib != MemoryConfig.loss_chunk_mib:
+        notes.append(f"memory.loss_chunk_mib = {memory.loss_chunk_mib:g} is unused: memory.chunked_loss is false")
+    if memory.budget_gib is None and memory.policy == RecomputePolicy("none", "early"):
+        notes.append("memory.recompute_passes = early changes nothing: memory.recompute is none")
     obstacle = reuse_obstacle(config)
     if config.feedback.max_passes > 1 and config.feedback.prefix_reuse is None and obstacle is not None:
         notes.append(f"feedback.prefix_reuse is off, extra passes are computed in full: {obstacle}")

@@ -83,7 +83,7 @@ def choose(memory: MemoryConfig, options: Sequence[RecomputeOption]) -> Recomput
 
 def option_table(options: Sequence[RecomputeOption], chosen: RecomputePolicy, budget_gib: float) -> List[str]:
     """Lines of a table, the chosen policy marked."""
-    rows = [(f"recompute in {budget_gib:g} GiB", "GiB on the fullest process", "computed again")]
+    rows = [(f"memory.recompute in {budget_gib:g} GiB", "GiB in all", "computed again")]
     for option in options:
         mark = " (this run)" if option.policy == chosen else ""
         rows.append((f"  {option.policy}{mark}", _gib(option.total), f"{option.repeated:.1%}"))

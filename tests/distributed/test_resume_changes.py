@@ -1,13 +1,16 @@
 """Runs that go on with other batches, another length, another number format."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_fbt.config.dry_run import run_dry
+from megatron_fbt.config.load import CommandOptions
 from tests.distributed.launch import run_distributed
-from tests.distributed.run_case import checkpoint_of, rows_of, run, run_config, stop_before, write_corpus
+from tests.distributed.run_case import VOCAB, checkpoint_of, rows_of, run, run_config, stop_before, write_corpus
 
 LENGTH = {"training__train_steps": None, "training__rampup_batch_size": None, "optimizer__lr_warmup_steps": 0}
 EIGHT = {**LENGTH, "training__train_samples": 96, "training__global_batch_size": 8}
@@ -47,6 +50,20 @@ def test_what_is_done_stays_done_and_the_rest_follows_from_the_new_values(folder
     # The last quarter of 96 rows is decay, from wherever a step begins.
     assert [round(row["lr"] / 0.02, 6) for row in rows] == [1, 1, 1, 1, 1, 1, 1, 1, round(1 - (80 - 72) / 24, 6)]
     assert [row["tokens"] // 16 for row in rows_of(folder / "longer")] == list(range(8, 72, 8))
+
+
+def test_a_dry_run_says_whose_plan_it_is(folder, capsys, monkeypatch):
+    monkeypatch.setattr("megatron_fbt.data.forecast.forecast", lambda *arguments: (None, []))  # there is no tokenizer
+    corpus, known = str(folder / "corpus"), {"model__vocab_size": VOCAB}
+    run_dry(run_config(folder / "format", corpus, **EIGHT, **known), CommandOptions(dry_run=True, json=True))
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["train_steps"], plan["train_samples"]) == (12, 96)
+    told = "format has step_00000004 with 4 steps done, 8 to go: this is the plan of its resume"
+    assert told in plan["notes"][0]
+    run_dry(run_config(folder / "at once", corpus, **SIXTEEN, **known), CommandOptions(dry_run=True))
+    assert "at once has step_00000009 with 9 steps done, the run is finished: this" in capsys.readouterr().out
+    run_dry(run_config(folder / "none yet", corpus, **EIGHT, **known), CommandOptions(dry_run=True))
+    assert "steps done" not in capsys.readouterr().out
 
 
 def test_the_number_format_may_change_and_float32_weights_go_with_it(folder):

@@ -96,6 +96,9 @@ def test_phases_are_whole_in_files_and_on_the_command_line(load, schedule, parts
         ("optimizer: {lr: fast}", ["optimizer.lr = fast", "number"]),
         ("run: {dir: 5}", ["run.dir = 5", "text"]),
         ("data: {paths: corpus}", ["data.paths = corpus", "list of text"]),
+        ("optimizer: {lr: ''}", ["optimizer.lr = ''", "number"]),
+        ("model: {num_layers: '  '}", ["model.num_layers = ", "integer"]),
+        (f"memory: {{loss_chunk_mib: 1{'0' * 400}}}", ["too many digits"]),
         ("model:", ["model = null", "remove it"]),
         ("model: 3", ["model = 3"]),
         ("", ["holds no sections"]),
@@ -112,6 +115,34 @@ def test_refused(load, text, parts):
     message = str(caught.value)
     assert [part for part in parts if part not in message] == [], message
     assert ";" in message
+
+
+@pytest.mark.parametrize(
+    "field", ["memory.loss_chunk_mib", "feedback.prefix.low", "optimizer.lr", "training.train_steps"]
+)
+@pytest.mark.parametrize("empty", ["", '""', " "])
+def test_an_empty_value_is_named(field, empty):
+    line = ["--training.train_samples", "4", "--model.vocab_size", "9", "--dry_run"]
+    for arguments in ([f"--{field}", empty], [f"--{field}={empty}"]):
+        with pytest.raises(ConfigError, match=rf"{field} = ['\"]+.*; give "):
+            parse_command_line([*line, *arguments])
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("memory.loss_chunk_mib", "1e303"),
+        ("memory.loss_chunk_mib", "1e10"),
+        ("memory.budget_gib", "1e308"),
+        ("feedback.prefix.exponent", "1e308"),
+        ("feedback.prefix.exponent", "1e7"),
+    ],
+)
+def test_numbers_beyond_all_reason_are_refused(field, value):
+    line = ["--training.train_steps", "4", "--model.vocab_size", "9", "--dry_run", f"--{field}", value]
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line(line)
+    assert f"{field} = {float(value)}: out of range; give a finite number above 0 and at most" in str(caught.value)
 
 
 def test_all_unknown_keys_at_once(load):

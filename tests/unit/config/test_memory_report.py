@@ -48,6 +48,12 @@ def test_pipeline_stages_leave_out_what_they_do_not_allow():
     assert list(memory_report(config_of(pipeline_model_parallel_size=2), 2, 1000)) == ["none", "megatron", "zero1"]
 
 
+def test_shardings_that_are_refused_have_no_row():
+    config = config_of()
+    config.memory.chunked_loss = True
+    assert list(memory_report(config, 2, 1000)) == ["none", "megatron", "zero1", "zero2"]
+
+
 def test_passes_in_flight():
     config = config_of(pipeline_model_parallel_size=4)
     config.feedback.schedule = "full"

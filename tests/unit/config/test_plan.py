@@ -230,6 +230,11 @@ def test_note_on_muon_and_one_pass_batches_after_the_first_multi_pass_one(optimi
         ({"training.z_loss.coefficient": 1e-4, "training.z_loss.from_fraction": 0.999}, ["training.z_loss is never"]),
         ({"model.sliding_window": 16}, ["model.sliding_window = 16 changes nothing in rows of 16 tokens"]),
         ({"feedback.schedule": "standard"}, ["the fusion layer is never trained"]),
+        (
+            {"memory.chunked_loss": False, "memory.loss_chunk_mib": 8.0},
+            ["memory.loss_chunk_mib = 8 is unused", "memory.chunked_loss"],
+        ),
+        ({"memory.recompute_passes": "early"}, ["memory.recompute_passes", "memory.recompute is none"]),
     ],
 )
 def test_note_on_what_is_never_reached_or_changes_nothing(values, parts):

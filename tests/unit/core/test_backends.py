@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_fbt.config.plan import make_plan
 from megatron_fbt.config.pretrain import PretrainConfig
 from megatron_fbt.core import backends, precision_report
 from megatron_fbt.errors import ConfigError
@@ -142,6 +143,34 @@ def test_the_report_of_a_machine_that_cannot_train(monkeypatch):
 def test_the_report_says_what_extra_passes_compute(monkeypatch, backend, reuse, passes, told):
     config = PretrainConfig()
     config.feedback.schedule, config.feedback.prefix_reuse = passes, reuse
-    monkeypatch.setattr(precision_report, "backend_of", lambda config: backend)
+    pretend(monkeypatch, (9, 0) if backend == "transformer_engine" else None)
     report = precision_report.precision_report(config)
     assert report.extra_passes.startswith(told) and f"extra passes        {told}" in report.describe()
+
+
+def test_a_plan_knows_what_this_machine_takes_for_auto(monkeypatch):
+    config = make(training__train_steps=10)
+    pretend(monkeypatch, (9, 0))
+    plan = make_plan(backends.as_here(config), 1, 1000)
+    assert plan.reused_share == 0 and any("on request" in note for note in plan.notes)
+    assert config.model.transformer_impl == "auto" and backends.as_here(config).memory is config.memory
+    config.feedback.prefix_reuse = True
+    assert make_plan(backends.as_here(config), 1, 1000).reused_share == pytest.approx(0.5)
+    backends.check_backend(config)
+    pretend(monkeypatch)
+    config.feedback.prefix_reuse = None
+    assert make_plan(backends.as_here(config), 1, 1000).reused_share == pytest.approx(0.5)
+    config.model.transformer_impl = "transformer_engine"
+    assert backends.as_here(config) is config, "none can run it here"
+
+
+def test_reuse_with_masked_documents_is_refused_where_auto_takes_transformer_engine(monkeypatch):
+    config = make(data__reset_attention_mask=True, data__reset_position_ids=True, feedback__prefix_reuse=True)
+    pretend(monkeypatch)
+    backends.check_backend(config)
+    pretend(monkeypatch, (9, 0))
+    for check in (backends.check_backend, backends.check_reuse):
+        with pytest.raises(ConfigError, match="feedback.prefix_reuse = true: data.reset_attention_mask = true gives"):
+            check(config)
+    config.feedback.prefix_reuse = None
+    backends.check_backend(config)
