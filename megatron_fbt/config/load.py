@@ -156,7 +156,12 @@ def _explain(text: str) -> str:
     field, detail = match.groups()
     types = field_types()
     remedy = f"give {describe_type(types[field])}" if field in types else "--help shows how it is written"
-    value = re.fullmatch(r"Expected a .*?\. Got value: (.*)|Does not .*Given value: (.*)", detail, re.DOTALL)
+    patterns = (
+        r"Expected a .*?\. Got value: (.*)",
+        r"Does not .*Given value: (.*)",
+        r"Unable to load config\s+['\"](.*?)['\"]\s.*",
+    )
+    value = re.fullmatch("|".join(patterns), detail, re.DOTALL)
     if value:
         (given,) = (text for text in value.groups() if text is not None)
         return f"{field} = {' '.join(given.split()) or repr(given)}: wrong type or value; {remedy}"

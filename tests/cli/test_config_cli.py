@@ -57,6 +57,10 @@ def test_parsing_imports_neither_torch_nor_megatron():
         (["--model.num_layer", "3"], ["--model.num_layer", "did you mean --model.num_layers?"]),
         (["--model.num_layers", "many"], ["model.num_layers = many", "integer"]),
         (["--model.num_layers"], ["--model.num_layers", "expected one argument"]),
+        (
+            ["--feedback.sequential_eval", "null"],
+            ["feedback.sequential_eval = null: wrong type", "give {passes: integer"],
+        ),
         (["stray"], ["stray"]),
         (["--config", "absent.yaml"], ["absent.yaml", "no such file"]),
         (["--optimizer.lr", ".nan"], ["optimizer.lr = nan", "finite number above 0"]),
