@@ -146,7 +146,7 @@ def nll_sum(model: Any, states: Tensor, targets: Tensor) -> Tensor:
     rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     total = torch.zeros((), dtype=torch.float64, device=states.device)
     for part, answer in zip(states.split(rows), targets.split(rows), strict=True):
-        total += F.cross_entropy(model.lm_head(part).float(), answer, reduction="sum").double()
+        total += F.cross_entropy(model.lm_head(part).float(), answer, reduction="none").double().sum()
     return total
 
 

@@ -61,7 +61,7 @@ def test_every_number_equals_the_one_of_parallel_passes(model, ids):
 def test_as_many_passes_as_positions_have_the_loss_of_the_recurrence(model, ids):
     series = iterate(model, ids, passes=T + 3)
     logits = model(ids, regime="recurrent").logits
-    recurrence = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+    recurrence = F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten()).item()
     assert series.losses[T - 1 :] == pytest.approx([recurrence] * 4, abs=1e-6)
     assert abs(series.losses[1] - recurrence) > 1e-3
 
