@@ -26,7 +26,10 @@ def test_packed_sequences_have_the_losses_of_masked_rows(measured):
     assert packed == pytest.approx(masked, rel=1e-5)
 
 
-@pytest.fixture(scope="module", params=[Grid(data=2), Grid(pipeline=2, data=2)], ids=str)
+STAGES = pytest.param(Grid(pipeline=2, data=2), marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[Grid(data=2), STAGES], ids=str)
 def overlapped(request):
     grid = request.param
     return [grid, *run_distributed(memory_case.overlap, grid.world_size, grid, timeout=240)]
